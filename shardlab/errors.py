@@ -1,0 +1,15 @@
+"""The error a user can mend, and the exit codes that scripts rely on."""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What `shardlab` returns to the shell."""
+
+    DONE = 0
+    FAILURE = 1  # a failure of the program or of a rank
+    USER = 2  # the user can mend it; one line says how
+
+
+class UserError(Exception):
+    """Something the user can mend: one line saying what is wrong, where, and what to do. Ends the program with exit code 2."""
