@@ -1,0 +1,39 @@
+"""The recipe: what to do, as one typed YAML file in which every key may be left out.
+
+`sections` holds the keys, their defaults and the contradictions refused; `reading` turns a file and `--set` overrides
+into a `Recipe` and back; `complaints` words what a user has to mend. Importing this package imports no heavy library.
+"""
+
+from shardlab.recipe.reading import dump_recipe, load_recipe, recipe_schema
+from shardlab.recipe.sections import (
+    SGD,
+    AdamW,
+    ConstantSchedule,
+    CosineSchedule,
+    DataSection,
+    LinearSchedule,
+    ModelSection,
+    OffloadSection,
+    ParameterGroup,
+    Recipe,
+    ShardSection,
+    TrainSection,
+)
+
+__all__ = [
+    "SGD",
+    "AdamW",
+    "ConstantSchedule",
+    "CosineSchedule",
+    "DataSection",
+    "LinearSchedule",
+    "ModelSection",
+    "OffloadSection",
+    "ParameterGroup",
+    "Recipe",
+    "ShardSection",
+    "TrainSection",
+    "dump_recipe",
+    "load_recipe",
+    "recipe_schema",
+]
