@@ -18,6 +18,7 @@ from shardlab.recipe.sections import (
     Recipe,
     ShardSection,
     TrainSection,
+    offload_complaint,
 )
 
 __all__ = [
@@ -35,5 +36,6 @@ __all__ = [
     "TrainSection",
     "dump_recipe",
     "load_recipe",
+    "offload_complaint",
     "recipe_schema",
 ]

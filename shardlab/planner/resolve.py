@@ -1,0 +1,98 @@
+"""A recipe and the number of ranks -> the plan. Every `auto` becomes a value here, once, with its reason.
+
+No `auto` goes further, so a backend never has a default of its own.
+"""
+
+from shardlab.errors import UserError
+from shardlab.plan import BackendName, Offload, Plan
+from shardlab.recipe import Recipe, offload_complaint
+
+LARGEST_AUTOMATIC_MICRO_BATCH = 8
+
+
+def resolve(recipe: Recipe, *, world_size: int) -> Plan:
+    """The plan for `world_size` ranks.
+
+    Raises UserError where the batch does not divide over the ranks, where the recipe expects another number of ranks,
+    or where the backend that `auto` becomes cannot offload what the recipe asks for.
+    """
+    shard, train = recipe.shard, recipe.train
+    if shard.world_size not in (None, world_size):
+        raise UserError(
+            f"shard.world_size is {shard.world_size}, but this job has {_ranks(world_size)}; "
+            f"start {_ranks(shard.world_size)} or set shard.world_size={world_size}"
+        )
+    backend, backend_reason = _backend(recipe, world_size)
+    micro_batch, micro_batch_reason = _micro_batch(recipe, world_size)
+    return Plan(
+        backend=backend,
+        world_size=world_size,
+        micro_batch=micro_batch,
+        accumulation=train.global_batch_size // (micro_batch * world_size),
+        global_batch_size=train.global_batch_size,
+        precision=train.precision,
+        recompute=shard.recompute,
+        reshard_after_forward=shard.reshard_after_forward,
+        offload=Offload(parameters=shard.offload.parameters, optimizer=shard.offload.optimizer),
+        clip_grad_norm=train.clip_grad_norm,
+        seed=train.seed,
+        timeout_seconds=shard.timeout_seconds,
+        reasons=(*backend_reason, *micro_batch_reason),
+    )
+
+
+def describe(plan: Plan) -> str:
+    """The plan in lines for people: what runs, how the batch is made up, and why each `auto` became what it is."""
+    batch = f"micro_batch {plan.micro_batch} x accumulation {plan.accumulation} x {_ranks(plan.world_size)}"
+    clip = "off" if plan.clip_grad_norm is None else f"{plan.clip_grad_norm:g}"
+    offloaded = [name for name in ("parameters", "optimizer") if getattr(plan.offload, name) != "none"]
+    lines = [
+        f"backend {plan.backend}, {plan.precision}, clip_grad_norm {clip}, recompute {plan.recompute}, "
+        f"offload {' and '.join(offloaded) or 'none'}",
+        f"{batch} = {plan.global_batch_size} sequences",
+        *plan.reasons,
+    ]
+    return "\n".join(lines)
+
+
+def _backend(recipe: Recipe, world_size: int) -> tuple[BackendName, tuple[str, ...]]:
+    shard = recipe.shard
+    if shard.backend != "auto":
+        return shard.backend, ()
+    backend: BackendName = "ddp" if world_size == 1 else "fsdp"
+    complaint = offload_complaint(backend, shard.offload)
+    if complaint:
+        raise UserError(f"shard.{complaint}, which auto is at {_ranks(world_size)}; set shard.backend=fsdp")
+    why = "there is nothing to shard over" if backend == "ddp" else "it keeps the least of the model on each rank"
+    return backend, (f"backend auto = {backend}: at {_ranks(world_size)} {why}",)
+
+
+def _micro_batch(recipe: Recipe, world_size: int) -> tuple[int, tuple[str, ...]]:
+    """Sequences in one forward and backward, so that micro_batch x accumulation x world_size is the global batch."""
+    batch, micro_batch = recipe.train.global_batch_size, recipe.shard.micro_batch
+    if micro_batch == "auto":
+        _refuse_unless_multiple(batch, world_size, _ranks(world_size), "")
+        share = batch // world_size
+        chosen = max(size for size in range(1, LARGEST_AUTOMATIC_MICRO_BATCH + 1) if share % size == 0)
+        return chosen, (
+            f"micro_batch auto = {chosen}: the largest divisor up to {LARGEST_AUTOMATIC_MICRO_BATCH} of the "
+            f"{share} sequences that each rank has per step",
+        )
+    unit = micro_batch * world_size
+    other_fix = "" if batch % world_size else " or shard.micro_batch=auto"
+    _refuse_unless_multiple(batch, unit, f"micro_batch {micro_batch} x {_ranks(world_size)} = {unit}", other_fix)
+    return micro_batch, ()
+
+
+def _refuse_unless_multiple(batch: int, unit: int, unit_in_words: str, other_fix: str) -> None:
+    if batch % unit == 0:
+        return
+    nearest = max(unit, round(batch / unit) * unit)
+    raise UserError(
+        f"train.global_batch_size {batch} is not a multiple of {unit_in_words}; "
+        f"set train.global_batch_size={nearest}{other_fix}"
+    )
+
+
+def _ranks(count: int | None) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
