@@ -23,7 +23,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Window:
-    """The micro-batches of one optimizer step on this rank. `tokens` counts the valid targets of the whole global batch, over all ranks."""
+    """The micro-batches of one optimizer step on this rank.
+
+    `tokens` counts the valid targets of the whole global batch, over all ranks.
+    """
 
     step: int
     micro_batches: tuple[MicroBatch, ...]

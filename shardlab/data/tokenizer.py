@@ -1,0 +1,114 @@
+"""The tokenizer of a recipe: bytes, a byte-level BPE trained on the corpus, or a Hugging Face directory.
+
+Each is a `transformers` fast tokenizer, so that it is saved beside the model and loads with `AutoTokenizer`. The first
+two give back any text exactly: `decode(encode(text)) == text`.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from shardlab.data.cache import cached
+from shardlab.data.corpus import Corpus
+from shardlab.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+_FORMAT = 1  # raised when a trained tokenizer would come out differently
+_TRAINING_BYTES = 8 << 20  # more text hardly moves the merges, and costs seconds
+_TRAINING_PIECE = 4096  # characters
+
+
+def make_tokenizer(kind: str, corpus: Corpus, cache: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that a recipe's `data.tokenizer` names: "bytes", "bpe-<N>k" (N x 1024 tokens) or a directory.
+
+    A small corpus may not have N x 1024 different pieces: the vocabulary is `len(tokenizer)`, whatever the name says.
+    Raises UserError if `kind` is none of these, or the directory has no usable tokenizer.
+    """
+    if kind == "bytes":
+        return _byte_tokenizer()
+    if match := re.fullmatch(r"bpe-([1-9][0-9]*)k", kind):
+        key = hashlib.sha256(f"{_FORMAT} {kind} {corpus.digest}".encode()).hexdigest()[:32]
+
+        def build(directory: Path) -> None:
+            _train_bpe(corpus, int(match[1]) * 1024).save_pretrained(str(directory))
+
+        return cached(cache / "tokenizers", f"{kind}-{key}", build, PreTrainedTokenizerFast.from_pretrained)
+    return _from_directory(kind)
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Hash of all that decides which tokens a text becomes."""
+    return hashlib.sha256(f"{tokenizer.eos_token_id} {tokenizer.backend_tokenizer.to_str()}".encode()).hexdigest()
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    """256 tokens, each byte's id its value, and the end of text as 256: a BPE without merges."""
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    # No regex: it only finds word ends for merges, of which there are none.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _wrap(tokenizer)
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2, Radford et al. 2019)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _train_bpe(corpus: Corpus, vocabulary_size: int) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # so that every text can be written
+        special_tokens=[END_OF_TEXT],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(corpus, _TRAINING_BYTES), trainer)
+    return _wrap(tokenizer)
+
+
+def _sample(corpus: Corpus, budget_bytes: int) -> Iterator[str]:
+    """About `budget_bytes` of the corpus, spread evenly over it: a piece is taken whenever the sample lags behind."""
+    share = min(1.0, budget_bytes / corpus.size)
+    seen = taken = 0
+    for document in corpus.documents:
+        for piece in document.pieces(_TRAINING_PIECE):
+            if taken <= seen * share:
+                taken += len(piece)
+                yield piece
+            seen += len(piece)
+
+
+def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False, special=True)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+
+
+def _from_directory(name: str) -> PreTrainedTokenizerFast:
+    directory = Path(name).expanduser()
+    if not directory.is_dir():
+        raise UserError(f"data.tokenizer: {name!r} is neither 'bytes', 'bpe-<N>k' (for example bpe-8k) nor a directory")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a directory that holds no tokenizer
+        raise UserError(
+            f"data.tokenizer: transformers finds no tokenizer in {directory} (it should hold a tokenizer.json)"
+        ) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or not tokenizer.get_vocab():
+        raise UserError(f"data.tokenizer: {directory} holds no fast tokenizer (a tokenizer.json)")
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"data.tokenizer: the tokenizer in {directory} has no eos token to end documents with; set one and save it"
+        )
+    return tokenizer
