@@ -1,0 +1,149 @@
+"""What every backend does: the protocol, and the few steps that all of them share.
+
+DeepSpeed clips, steps and zeroes in one call, streaming owns forward and backward: so the protocol is a whole window, not
+backward-clip-step. The rules that make the loss the same everywhere are kept here:
+
+- a micro-batch's objective is (sum of its token losses) / (valid tokens of the global batch); gradients are summed over
+  micro-batches and ranks, never averaged;
+- the gradient norm is the global L2 norm of that gradient, before clipping;
+- a window with a non-finite loss or gradient on any rank is applied on none.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardlab.data.window import MicroBatch, Window
+from shardlab.model.deferred import Weights
+from shardlab.model.trainable import Trainable
+from shardlab.plan import Plan
+from shardlab.recipe import SGD, AdamW
+from shardlab.topology import Topology
+
+OptimizerSettings = AdamW | SGD
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What became of a window. `loss_sum` and `tokens` are over the global batch; `grad_norm` is before clipping."""
+
+    loss_sum: float
+    tokens: int
+    grad_norm: float
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a backend prepares: the module (its parameters on the meta device, or real), where its values come from, the rest."""
+
+    module: Trainable
+    weights: Weights
+    plan: Plan
+    optimizer: OptimizerSettings
+    topology: Topology
+
+
+class Backend(Protocol):
+    """Carries out a plan. All methods but `tensors`' items are collective: every rank calls them in the same order."""
+
+    def prepare(self, job: Job) -> None:
+        """Materialise, shard, and build the optimizer. The module must be used through this backend from here on."""
+        ...
+
+    def run_window(self, window: Window, lr: float) -> Applied:
+        """Forward and backward over the window, then clip and update once, unless it is to be skipped."""
+        ...
+
+    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+        """(loss sum, tokens) over all ranks, without dropout. Ranks must bring the same number of batches."""
+        ...
+
+    def unchanged_parameters(self) -> list[str]:
+        """After the first window: trainable tensors with a non-zero gradient whose values are what they were before."""
+        ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model whole, on the CPU, one at a time, in the precision that it computes in."""
+        ...
+
+    def close(self) -> None:
+        """Release what other engines in this process would trip over."""
+        ...
+
+
+def move(batch: MicroBatch, device: torch.device) -> dict[str, Tensor]:
+    """The micro-batch's tensors on `device`."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors.items()}
+
+
+def guarded(objective: Tensor) -> Tensor:
+    """`objective`, with a gradient of NaN where its value is not finite: so the norm shows it, on every backend."""
+    return objective * torch.where(torch.isfinite(objective.detach()), 1.0, torch.nan)
+
+
+def all_reduce_sum(values: Tensor, topology: Topology) -> Tensor:
+    """Sum `values` in place over all ranks."""
+    if topology.world_size > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def global_norm(squares: Tensor, topology: Topology) -> float:
+    """The root of a sum of squares (a float64 scalar) over ranks that hold disjoint parts."""
+    return float(all_reduce_sum(squares, topology).sqrt())
+
+
+def local_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Each tensor's own L2 norm in float64, (len(tensors),)."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    return torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))])
+
+
+def scale_for_clipping(norm: float, limit: float | None) -> float | None:
+    """What to multiply the gradients by; None where they stay as they are (as torch's clip_grad_norm_ does)."""
+    if limit is None:
+        return None
+    factor = limit / (norm + 1e-6)
+    return factor if factor < 1.0 else None
+
+
+def sum_losses(
+    module: nn.Module, trainable: Trainable, batches: Iterable[MicroBatch], topology: Topology
+) -> tuple[float, int]:
+    """Evaluate through `module` (the wrapped trainable): (loss sum, tokens) over all ranks."""
+    device = torch.device(topology.device)
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    trainable.eval()
+    with torch.no_grad():
+        for batch in batches:
+            tensors = move(batch, device)
+            totals[0] += module(tensors, 1.0).double()
+            totals[1] += count_targets(tensors)
+    trainable.train()
+    all_reduce_sum(totals, topology)
+    return float(totals[0]), int(totals[1])
+
+
+def count_targets(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Valid targets of a micro-batch, a scalar."""
+    return (tensors["targets"] >= 0).sum()
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A number that changes when any bit of `tensor` does (with probability close to 1); no copy is made."""
+    words = tensor.detach().contiguous().view(-1)
+    words = words.view(torch.int32) if words.element_size() == 4 else words.view(torch.int16)
+    return int(words.sum(dtype=torch.int64))
+
+
+def ensure_process_group(topology: Topology) -> None:
+    """A process group of one rank where there is none: device meshes and DeepSpeed ask for one."""
+    if not dist.is_initialized():
+        kind = "gloo" if torch.device(topology.device).type == "cpu" else None
+        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,168 @@
+"""Parameters, gradients and optimizer state sharded over all ranks: torch's `fully_shard` (FSDP2) on a device mesh.
+
+Accelerate is not asked to do it: on a CPU it silently turns FSDP into DDP, or into nothing (see docs/decisions.md). The
+same path runs on CPU and GPU.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shardlab.backends.base import (
+    Applied,
+    Job,
+    all_reduce_sum,
+    ensure_process_group,
+    fingerprint,
+    guarded,
+    local_norms,
+    move,
+    scale_for_clipping,
+    sum_losses,
+)
+from shardlab.backends.materialize import Materializer, move_buffers
+from shardlab.backends.optimizer import build_optimizer, set_learning_rate
+from shardlab.data.window import MicroBatch, Window
+from shardlab.errors import UserError
+from shardlab.plan import Plan
+
+
+class FSDPBackend:
+    """See `Backend`."""
+
+    def prepare(self, job: Job) -> None:
+        """See `Backend.prepare`."""
+        self._job = job
+        self._device = torch.device(job.topology.device)
+        ensure_process_group(job.topology)
+        offload = _offload_policy(job.plan)
+        self._shard(offload)
+        move_buffers(job.module, self._device)
+        named = list(job.module.named_trainables())
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._optimizer: Optimizer = build_optimizer(job.optimizer, named)
+        self._unchanged: list[str] | None = None
+
+    def _shard(self, offload: OffloadPolicy) -> None:
+        """Materialise and shard one unit after another: no rank ever holds more than one unit whole."""
+        job, module = self._job, self._job.module
+        mesh = init_device_mesh(self._device.type, (job.topology.world_size,))
+        bf16 = job.plan.precision == "bf16"
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+        materializer = Materializer(module, job.weights, self._device)
+        self._units: list[FSDPModule] = []
+
+        def shard(unit: nn.Module, *, reshard: bool) -> FSDPModule:
+            materializer.materialize(unit)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+            assert isinstance(unit, FSDPModule)
+            # The objective is divided by the global batch's tokens already: gradients are summed, not averaged.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            self._units.append(unit)
+            return unit
+
+        for block in module.blocks:
+            shard(block, reshard=job.plan.reshard_after_forward)
+        if module.tail is not None and not module.tied:
+            # Its backward pass follows its forward pass at once: gathering it twice would be for nothing.
+            shard(module.tail, reshard=False)
+        if module.embedding is not None:
+            shard(module.embedding, reshard=True).set_unshard_in_backward(False)  # which needs no weight
+        shard(module, reshard=False)
+
+    def run_window(self, window: Window, lr: float) -> Applied:
+        """See `Backend.run_window`."""
+        module = self._job.module
+        loss = torch.zeros(1, dtype=torch.float64, device=self._device)
+        for batch in window.micro_batches:
+            module.random.step, module.random.micro_batch = window.step, batch.index
+            objective = module(move(batch, self._device), float(window.tokens))
+            loss += objective.detach().double()
+            guarded(objective).backward()
+        gradients = [_local(parameter.grad) for parameter in self._parameters]
+        squares = local_norms(gradients).square().to(self._device)
+        shared = all_reduce_sum(torch.cat([loss, squares]), self._job.topology)
+        loss_sum = float(shared[0]) * window.tokens
+        norm = float(shared[1:].sum().sqrt())
+        skipped = not bool(torch.isfinite(shared).all())
+        if not skipped:
+            scale = scale_for_clipping(norm, self._job.plan.clip_grad_norm)
+            if scale is not None:
+                torch._foreach_mul_(gradients, scale)
+            self._update(lr, shared[1:])
+        self._optimizer.zero_grad(set_to_none=True)
+        return Applied(loss_sum, window.tokens, norm, skipped)
+
+    def _update(self, lr: float, squares: Tensor) -> None:
+        set_learning_rate(self._optimizer, lr)
+        first = self._unchanged is None
+        before = self._fingerprints() if first else []
+        self._optimizer.step()
+        if first:
+            changed = torch.tensor(
+                [float(old != new) for old, new in zip(before, self._fingerprints(), strict=True)], device=self._device
+            )
+            all_reduce_sum(changed, self._job.topology)
+            self._unchanged = [
+                name
+                for name, moved, square in zip(self._names, changed.tolist(), squares.tolist(), strict=True)
+                if square > 0 and not moved
+            ]
+
+    def _fingerprints(self) -> list[int]:
+        return [fingerprint(_local(parameter)) for parameter in self._parameters]
+
+    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+        """See `Backend.evaluate`."""
+        totals = sum_losses(self._job.module, self._job.module, batches, self._job.topology)
+        self._reshard()
+        return totals
+
+    def unchanged_parameters(self) -> list[str]:
+        """See `Backend.unchanged_parameters`."""
+        return self._unchanged or []
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Backend.tensors`."""
+        self._reshard()
+        dtype = torch.bfloat16 if self._job.plan.precision == "bf16" else torch.float32
+        for name, parameter in self._job.module.named_canonical():
+            assert isinstance(parameter, DTensor)
+            whole = parameter.detach().to(self._device).full_tensor().cpu()
+            yield name, whole.to(dtype) if whole.is_floating_point() else whole
+
+    def _reshard(self) -> None:
+        """Units that stay gathered after a forward pass without a backward pass would be read stale."""
+        for unit in self._units:
+            unit.reshard()
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    """This rank's shard; empty where there is none."""
+    if tensor is None:
+        return torch.zeros(0)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def _offload_policy(plan: Plan) -> OffloadPolicy:
+    """Raises UserError for what FSDP2 can't do: it moves parameters, gradients and optimizer state together or not at all."""
+    if plan.offload.parameters != plan.offload.optimizer:
+        raise UserError(
+            "shard.offload: fsdp moves parameters and optimizer state together; set both offload.parameters and "
+            f"offload.optimizer to cpu, or both to none (they are {plan.offload.parameters} and {plan.offload.optimizer})"
+        )
+    if plan.offload.parameters == "none":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())

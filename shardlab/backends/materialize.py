@@ -1,0 +1,42 @@
+"""Put values into a module's parameters, one unit at a time."""
+
+import torch
+from torch import nn
+
+from shardlab.model.deferred import Weights
+from shardlab.model.trainable import Trainable
+
+
+class Materializer:
+    """Gives parameters their initial values, each tied one once, whatever the order of the units."""
+
+    def __init__(self, trainable: Trainable, weights: Weights, device: torch.device, dtype: torch.dtype = torch.float32):
+        self._weights = weights
+        self._device = device
+        self._dtype = dtype
+        self._originals = list(trainable.named_canonical())  # kept, so that no other object takes one's id
+        self._names = {id(parameter): name for name, parameter in self._originals}
+        self._made: dict[int, nn.Parameter] = {}
+
+    def materialize(self, module: nn.Module, *, recurse: bool = True) -> None:
+        """Replace every parameter of `module` that has no values here yet by a real one, in place."""
+        for child in module.modules() if recurse else [module]:
+            for leaf, parameter in list(child._parameters.items()):
+                if parameter is not None and id(parameter) in self._names:
+                    child._parameters[leaf] = self._real(parameter)
+
+    def _real(self, parameter: nn.Parameter) -> nn.Parameter:
+        key = id(parameter)
+        if key not in self._made:
+            value = self._weights.tensor(self._names[key]) if parameter.is_meta else parameter.detach()
+            dtype = self._dtype if value.is_floating_point() else value.dtype
+            self._made[key] = nn.Parameter(value.to(self._device, dtype), requires_grad=parameter.requires_grad)
+        return self._made[key]
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Buffers were computed by the model's own constructor, on the CPU; parameters are not touched."""
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = buffer.to(device)

@@ -1,0 +1,54 @@
+"""The optimizer over a backend's own parameters, grouped by the names in the user's model."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardlab.backends.base import OptimizerSettings
+from shardlab.errors import UserError
+from shardlab.recipe import AdamW
+
+
+def build_optimizer(settings: OptimizerSettings, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    """An optimizer whose groups carry `lr_scale` (a group's rate / the recipe's rate): see `set_learning_rate`.
+
+    Raises UserError where a group's pattern matches no trainable tensor.
+    """
+    groups = _groups(settings, list(named))
+    if isinstance(settings, AdamW):
+        return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+    return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
+
+
+def _groups(settings: OptimizerSettings, named: list[tuple[str, nn.Parameter]]) -> list[dict[str, object]]:
+    patterns = [group.pattern for group in settings.groups]
+    members: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        index = next((i for i, pattern in enumerate(patterns) if fnmatchcase(name, pattern)), len(patterns))
+        members.setdefault(index, []).append((name, parameter))
+    for index, pattern in enumerate(patterns):
+        if index not in members:
+            raise UserError(f"train.optimizer.groups: no trainable tensor is matched first by the pattern {pattern!r}")
+    groups: list[dict[str, object]] = []
+    for index in sorted(members):
+        override = settings.groups[index] if index < len(patterns) else None
+        lr = settings.lr if override is None or override.lr is None else override.lr
+        decay = override.weight_decay if override is not None else None
+        groups.append(
+            {
+                "params": [parameter for _, parameter in members[index]],
+                "names": [name for name, _ in members[index]],
+                "weight_decay": settings.weight_decay if decay is None else decay,
+                "lr_scale": lr / settings.lr,
+            }
+        )
+    return groups
+
+
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """Give every group its share of the scheduled rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_scale"]

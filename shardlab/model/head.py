@@ -1,0 +1,166 @@
+"""HeadLoss: final norm, head and cross-entropy as one module and one shard unit.
+
+The logits of a step can be its largest tensor (tokens x vocabulary). Here they never exist whole: the loss loops over
+chunks of tokens, and since the denominator is known before the first backward pass, the gradient of a chunk is made while
+its logits are still there. The backward pass only hands out what the forward pass left.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.data.window import IGNORED
+
+CHUNK_TOKENS = 256  # below this the head's matrix product loses speed (see docs/decisions.md)
+
+
+class HeadLoss(nn.Module):
+    """Summed cross-entropy of next tokens, divided by a denominator given from outside.
+
+    `norms` are applied to the hidden states in order, then `head` (a linear layer, possibly tied to the embedding), then
+    `logits * multiplier`, then `softcap * tanh(logits / softcap)` where the model has one.
+    """
+
+    def __init__(
+        self,
+        norms: list[nn.Module],
+        head: nn.Linear,
+        *,
+        multiplier: float = 1.0,
+        softcap: float | None = None,
+        chunk_tokens: int = CHUNK_TOKENS,
+    ):
+        super().__init__()
+        self.norms = nn.ModuleList(norms)
+        self.head = head
+        self.multiplier = multiplier
+        self.softcap = softcap
+        self.chunk_tokens = chunk_tokens
+        # A backend that keeps gradients in buffers of its own sets this: the head's gradient is then added straight into
+        # it, instead of being made whole and handed to autograd. (vocabulary, hidden), fp32.
+        self.weight_gradient: Tensor | None = None
+
+    def forward(self, hidden: Tensor, targets: Tensor, denominator: float) -> Tensor:
+        """Sum of the valid targets' losses / `denominator`, a scalar in fp32.
+
+        `hidden` is (batch, sequence, hidden size), the last block's output; `targets` (batch, sequence), `IGNORED` where
+        not counted.
+        """
+        for norm in self.norms:
+            hidden = norm(hidden)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        result: Tensor = _ChunkedCrossEntropy.apply(
+            flat, self.head.weight, self.head.bias, targets.reshape(-1), denominator, self, torch.is_grad_enabled()
+        )
+        return result
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The whole logits (batch, sequence, vocabulary), as the model itself would return them."""
+        for norm in self.norms:
+            hidden = norm(hidden)
+        return self.transform(self.head(hidden))
+
+    def transform(self, logits: Tensor) -> Tensor:
+        """What the model does to the head's output."""
+        if self.multiplier != 1.0:
+            logits = logits * self.multiplier
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy over a linear layer in chunks of tokens, with its gradient made in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        denominator: float,
+        module: HeadLoss,
+        differentiate: bool,
+    ) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        gradients = _Gradients(hidden, weight, bias, module) if differentiate else None
+        for start in range(0, hidden.shape[0], module.chunk_tokens):
+            rows = slice(start, min(start + module.chunk_tokens, hidden.shape[0]))
+            part = hidden[rows]
+            logits = torch.nn.functional.linear(part, weight, bias)
+            loss, logits_gradient = _chunk_loss(logits, targets[rows], denominator, module, differentiate)
+            total += loss
+            if gradients is not None and logits_gradient is not None:
+                gradients.add(rows, part, logits_gradient.to(hidden.dtype))
+        if gradients is not None:
+            ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
+        return total / denominator
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias = (
+            None if saved is None else saved.mul_(outer[0].to(saved.dtype)) for saved in ctx.saved_tensors
+        )
+        return hidden, weight, bias, None, None, None, None
+
+
+def _chunk_loss(
+    logits: Tensor, targets: Tensor, denominator: float, module: HeadLoss, differentiate: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Summed loss of one chunk and the gradient of (loss / denominator) with respect to the head's output, in fp32.
+
+    `logits` is (tokens, vocabulary), `targets` (tokens,).
+    """
+    scores = module.transform(logits.float())
+    valid = targets != IGNORED
+    picked = targets.where(valid, 0).unsqueeze(1)
+    normalizer = torch.logsumexp(scores, dim=1, keepdim=True)
+    loss = ((normalizer - scores.gather(1, picked)).squeeze(1) * valid).sum()
+    if not differentiate:
+        return loss, None
+    slope = None if module.softcap is None else 1 - (scores / module.softcap).square()
+    # transform() may have returned its argument: `scores` is ours to overwrite either way (a cast or a fresh tensor)
+    # unless the logits were fp32 already, and the caller has no more use for them.
+    gradient = scores.sub_(normalizer).exp_()
+    gradient.scatter_add_(1, picked, gradient.new_full((gradient.shape[0], 1), -1.0))
+    gradient.mul_((valid / denominator * module.multiplier).unsqueeze(1))
+    if slope is not None:
+        gradient.mul_(slope)
+    return loss, gradient
+
+
+class _Gradients:
+    """Gradients of one call: of the hidden states whole, of the head added up over the chunks."""
+
+    # Rows of the head's gradient made at a time where the product can't be added in place: bounds the temporary.
+    ROWS = 8192
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, module: HeadLoss):
+        self._head = weight
+        self._target = module.weight_gradient
+        self.hidden = torch.empty_like(hidden)
+        self.weight = None
+        self.bias = None
+        if weight.requires_grad and self._target is None:
+            # fp32 also under bf16: sums over many chunks keep their small terms.
+            self.weight = self._target = torch.zeros_like(weight, dtype=torch.float32)
+        elif not weight.requires_grad:
+            self._target = None
+        if bias is not None and bias.requires_grad:
+            self.bias = torch.zeros_like(bias, dtype=torch.float32)
+
+    def add(self, rows: slice, part: Tensor, logits_gradient: Tensor) -> None:
+        """Take one chunk's gradient: `part` (tokens, hidden), `logits_gradient` (tokens, vocabulary)."""
+        torch.mm(logits_gradient, self._head, out=self.hidden[rows])
+        if self.bias is not None:
+            self.bias += logits_gradient.sum(0, dtype=torch.float32)
+        if self._target is None:
+            return
+        if self._target.dtype == part.dtype:
+            self._target.addmm_(logits_gradient.t(), part)
+            return
+        for start in range(0, self._target.shape[0], self.ROWS):
+            piece = slice(start, start + self.ROWS)
+            self._target[piece] += logits_gradient[:, piece].t() @ part

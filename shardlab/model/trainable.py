@@ -1,0 +1,154 @@
+"""What a backend trains: a module that maps a micro-batch to its share of the step's loss.
+
+`CausalLM` wraps a Hugging Face decoder (its own forward up to the last block, then `HeadLoss`); `Summed` wraps any other
+module that brings its own summed loss and count. Both seed each segment's random numbers and recompute by policy.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardlab.model.head import HeadLoss
+from shardlab.model.randomness import StepRandom
+from shardlab.model.segments import Anatomy, Capture, capture, dissect, output_transform
+
+Recompute = Literal["none", "full"]
+
+
+class Trainable(nn.Module):
+    """The module that backends shard and run.
+
+    `forward(batch, denominator)` returns (sum of losses / denominator), a scalar; its gradient, summed over micro-batches
+    and ranks, is the step's gradient. `blocks` are the units of sharding and recompute, `tail` the last unit, if any.
+    """
+
+    blocks: list[nn.Module]
+    tail: HeadLoss | None
+    embedding: nn.Module | None = None  # the input embedding, where it is no part of another unit
+    tied = False  # whether the head's weight is used in the body too
+    random: StepRandom
+    canonical: dict[str, str]  # this module's parameter names -> the names in the user's model; tied ones once
+
+    def named_trainables(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(the user's name, parameter) for each parameter that takes a gradient."""
+        for name, parameter in self.named_canonical():
+            if parameter.requires_grad:
+                yield name, parameter
+
+    def named_canonical(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(the user's name, parameter) for each parameter, tied ones once."""
+        for name, parameter in self.named_parameters():
+            yield self.canonical[name], parameter
+
+    def _prepare_blocks(self, seed: int, recompute: Recompute) -> None:
+        self.random = StepRandom(seed)
+        for index, block in enumerate(self.blocks, start=1):
+            block.forward = _BlockForward(block.forward, self.random, index, recompute)  # type: ignore[method-assign]
+
+
+class _BlockForward:
+    """A block's forward that seeds its random numbers, and drops its activations for recompute where asked.
+
+    The seeding is inside what is recomputed, so the recomputed dropout masks are the same. It stands inside the module's
+    own hooks, so a sharding backend's gathers surround it in forward and recompute alike.
+    """
+
+    def __init__(self, forward: Any, random: StepRandom, index: int, recompute: Recompute):
+        self._forward = forward
+        self._random = random
+        self._index = index
+        self._recompute = recompute
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._recompute == "full" and torch.is_grad_enabled():
+            # Not re-entrant: gradients also flow where the embedding below is frozen.
+            return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self._random.enter(self._index)
+        return self._forward(*args, **kwargs)
+
+
+class CausalLM(Trainable):
+    """A Hugging Face decoder: `body` is its base model with the final norm moved into `tail`."""
+
+    def __init__(self, model: nn.Module, *, seed: int = 0, recompute: Recompute = "none"):
+        """Takes `model` apart in place; afterwards it must be used through this wrapper only."""
+        super().__init__()
+        anatomy = dissect(model)
+        by_identity = {id(parameter): name for name, parameter in model.named_parameters()}
+        multiplier, softcap = output_transform(model.config)
+        self.anatomy: Anatomy = anatomy
+        self.config = model.config
+        self.body = getattr(model, anatomy.body)
+        norms = [model.get_submodule(name) for name in anatomy.tail]
+        for name in anatomy.tail:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, nn.Identity())
+        self.tail = HeadLoss(norms, model.get_output_embeddings(), multiplier=multiplier, softcap=softcap)
+        self.blocks = list(self._block_list())
+        self.tied = any(parameter is self.tail.head.weight for parameter in self.body.parameters())
+        self.embedding = None if self.tied else self.body.get_input_embeddings()
+        self.canonical = {name: by_identity[id(parameter)] for name, parameter in self.named_parameters()}
+        self._prepare_blocks(seed, recompute)
+
+    def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """The last block's output, (batch, sequence, hidden)."""
+        self.random.enter(0)
+        # No cache: with one, position ids no longer separate packed documents (see docs/decisions.md).
+        output: Tensor = self.body(**_inputs(batch), use_cache=False).last_hidden_state
+        return output
+
+    def forward(self, batch: Mapping[str, Tensor], denominator: float) -> Tensor:
+        """See `Trainable`; `batch` as in `data.window.MicroBatch.tensors`."""
+        hidden = self.hidden(batch)
+        self.random.enter(len(self.blocks) + 1)
+        result: Tensor = self.tail(hidden, batch["targets"], denominator)
+        return result
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Whole logits (batch, sequence, vocabulary): for comparison, never in training."""
+        return self.tail.logits(self.hidden(batch))
+
+    def capture(self, batch: Mapping[str, Tensor]) -> Capture:
+        """The embedding's output and each block's own arguments for `batch`."""
+        return capture(self.body, self._block_list(), self.anatomy.tuple_output, _inputs(batch))
+
+    def _block_list(self) -> nn.ModuleList:
+        blocks = self.body.get_submodule(self.anatomy.blocks.removeprefix(f"{self.anatomy.body}."))
+        assert isinstance(blocks, nn.ModuleList)
+        return blocks
+
+
+def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in batch.items() if name != "targets"}
+
+
+class Summed(Trainable):
+    """Any module whose `forward(batch)` returns (summed loss, count): a classifier, a regression."""
+
+    def __init__(self, model: nn.Module, *, seed: int = 0, recompute: Recompute = "none"):
+        super().__init__()
+        self.model = model
+        self.tail = None
+        # Each direct child is a segment: without a list of equal blocks there is no better cut to be known.
+        self.blocks = [child for child in model.children() if any(True for _ in child.parameters())]
+        self.canonical = {name: name.removeprefix("model.") for name, _ in self.named_parameters()}
+        self._prepare_blocks(seed, recompute)
+
+    def forward(self, batch: Mapping[str, Tensor], denominator: float) -> Tensor:
+        """See `Trainable`."""
+        self.random.enter(0)
+        total, _count = self.model(batch)
+        return total / denominator
+
+
+def make_trainable(model: nn.Module, *, seed: int = 0, recompute: Recompute = "none") -> Trainable:
+    """Wrap a model for training: `CausalLM` for a Hugging Face decoder, else `Summed`."""
+    if hasattr(model, "get_output_embeddings") and hasattr(model, "config"):
+        return CausalLM(model, seed=seed, recompute=recompute)
+    return Summed(model, seed=seed, recompute=recompute)
