@@ -1,5 +1,6 @@
 """Words for what is wrong in a recipe: the key's full path, the value, what was expected, and the nearest known key."""
 
+import json
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,16 +53,22 @@ class Complaint:
     text: str
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where one of pydantic's locations leads: the path a user wrote, and what may stand there."""
+
+    path: Path
+    sections: tuple[type[BaseModel], ...]  # several: the kinds of one section
+    nullable: bool
+
+
 def explain(error: ValidationError, root: type[BaseModel]) -> Complaint:
     """The first thing wrong, in one line, and how many more there are."""
     by_path: dict[Path, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        path = _walk(root, detail["loc"])[0]
-        if detail["type"] == "extra_forbidden":
-            path = (*_walk(root, detail["loc"][:-1])[0], detail["loc"][-1])
-        by_path.setdefault(path, []).append(detail)
+        by_path.setdefault(_path(root, detail), []).append(detail)
     path, details = next(iter(by_path.items()))
-    text = _unknown_key(path, details[0], root) or _bad_value(path, details)
+    text = _unknown_key(path, details[0], root) or _bad_value(_walk(root, details[0]["loc"]), details)
     more = len(by_path) - 1
     return Complaint(path, text + (f" (and {more} more like it to mend)" if more else ""))
 
@@ -71,20 +78,31 @@ def dotted(path: Path) -> str:
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")
 
 
-def _walk(root: type[BaseModel], location: Path) -> tuple[Path, tuple[type[BaseModel], ...]]:
-    """The keys in one of pydantic's locations, without its marks for a union's members, and the sections there."""
+def _path(root: type[BaseModel], detail: ErrorDetails) -> Path:
+    location = detail["loc"]
+    if detail["type"] == "extra_forbidden":
+        return (*_walk(root, location[:-1]).path, location[-1])
+    return _walk(root, location).path
+
+
+def _walk(root: type[BaseModel], location: Path) -> _Place:
+    """Follow a location from `root`, leaving out the marks with which pydantic tells a union's members apart."""
     path: list[str | int] = []
     sections: tuple[type[BaseModel], ...] = (root,)
+    nullable = False
     for item in location:
         holders = [section for section in sections if item in section.model_fields]
         if holders:
+            annotation = holders[0].model_fields[str(item)].annotation
             path.append(item)
-            sections = tuple(_sections_in(holders[0].model_fields[str(item)].annotation))
+            sections = tuple(_sections_in(annotation))
+            nullable = type(None) in typing.get_args(annotation)
         elif isinstance(item, int):
             path.append(item)
+            nullable = False
         else:
             sections = tuple(section for section in sections if _kind(section) == item)
-    return tuple(path), sections
+    return _Place(tuple(path), sections, nullable)
 
 
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -104,8 +122,8 @@ def _unknown_key(path: Path, detail: ErrorDetails, root: type[BaseModel]) -> str
     if detail["type"] != "extra_forbidden":
         return None
     key, section_path = str(path[-1]), path[:-1]
-    kinds = _walk(root, section_path)[1]  # without the mark of a union: every kind of this section
-    (section,) = _walk(root, detail["loc"][:-1])[1]
+    kinds = _walk(root, section_path).sections  # every kind of this section, since the path says not which
+    (section,) = _walk(root, detail["loc"][:-1]).sections
     owners = [str(_kind(kind)) for kind in kinds if key in kind.model_fields]
     if owners:
         name = dotted((*section_path, "name"))
@@ -118,7 +136,8 @@ def _unknown_key(path: Path, detail: ErrorDetails, root: type[BaseModel]) -> str
 def _nearest_key(key: str, where: str, section: type[BaseModel], root: type[BaseModel]) -> str | None:
     """A key of this section as it stands, or the full path of one elsewhere."""
     spelled = get_close_matches(key, list(section.model_fields), n=1)
-    by_leaf = {path.rpartition(".")[2]: path for path in _paths(root)} | NAMES_ELSEWHERE
+    deepest_first = sorted(_paths(root), key=lambda path: -path.count("."))  # of equal names the shallowest stays
+    by_leaf = {path.rpartition(".")[2]: path for path in deepest_first} | NAMES_ELSEWHERE
     elsewhere = by_leaf.get(key)
     if elsewhere is None and not spelled:
         close = get_close_matches(key, list(by_leaf), n=1, cutoff=0.75)
@@ -155,10 +174,10 @@ _EXPECTED = {
 }
 
 
-def _bad_value(path: Path, details: list[ErrorDetails]) -> str:
+def _bad_value(place: _Place, details: list[ErrorDetails]) -> str:
     """Several details are the members of a union, none of which fits."""
     first = details[0]
-    where = dotted(path)
+    where = dotted(place.path)
     context = first.get("ctx", {})
     if first["type"] == "value_error":
         return f"{where}: {context['error']}"
@@ -169,7 +188,8 @@ def _bad_value(path: Path, details: list[ErrorDetails]) -> str:
         return f"{where}.name: expected one of {expected}, got {_described(context['tag'])}"
     if first["type"] == "invalid_key":
         return f"{where or 'top level'}: keys are words, got {_described(first['loc'][-1])}"
-    expected = " or ".join(dict.fromkeys(_expected(detail) for detail in details))
+    choices = [_expected(detail) for detail in details] + ["null"] * place.nullable
+    expected = " or ".join(dict.fromkeys(choices))
     return f"{where}: expected {expected}, got {_described(first['input'])}"
 
 
@@ -187,7 +207,7 @@ def _described(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'the string "{value}"'
+        return f"the string {json.dumps(value, ensure_ascii=False)}"
     if isinstance(value, dict):
         return "a section of keys"
     if isinstance(value, list | tuple):
