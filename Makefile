@@ -1,0 +1,39 @@
+# Every target sets up .venv first, and again when the pins change.
+#   make demo                          train one recipe on every backend and compare
+#   make test | check | lint           all tests | the quick ones | style, types and layers
+#   make test TORCH=torch==2.13.0+cpu  another build of torch; read when .venv is made (make clean makes it anew)
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test check lint clean
+
+demo: $(READY)
+	$(BIN)/shardlab compare recipes/demo.yaml --nproc 2 --output runs/demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/python -m pytest -m "not slow" --ignore=tests/distributed
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# torch goes first, as TORCH says; the rest must then leave it alone, so its pin is not among theirs.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	grep -v '^torch==' constraints.txt > .venv/constraints.txt
+	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt '$(TORCH)'
+	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf .venv .cache build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find shardlab tests -name __pycache__ -type d -prune -exec rm -rf {} +
