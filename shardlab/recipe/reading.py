@@ -4,6 +4,7 @@ The YAML read is that of version 1.2's core schema: PyYAML's own rules read `1e-
 and `off` as false, each of which has cost somebody a run.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -179,4 +180,4 @@ def _is_named_tokenizer(value: Any) -> bool:
 
 
 def _absolute(value: Any, base: Path) -> Any:
-    return str(base / Path(value).expanduser()) if isinstance(value, str) and value else value
+    return os.path.join(base, os.path.expanduser(value)) if isinstance(value, str) and value else value
