@@ -1,0 +1,132 @@
+"""Processes that must not outlive the one that started them.
+
+Two means, because neither is enough: the kernel's parent-death signal is instant but reaches only the process that
+asked for it, and a small guard process reaches whole process groups (compilers, data workers).
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl.h
+_POLL_SECONDS = 0.05
+_KILL_SECONDS = 2.0
+
+
+def die_with(parent: int) -> None:
+    """Have this process killed when process `parent`, which started it, is gone; at once if it is gone already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # it died before the request was made
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def adopted_orphans() -> Iterator[None]:
+    """Become the parent of what our processes leave behind, so that `end_groups` sees it gone, not only signalled.
+
+    Linux only; elsewhere init reaps orphans, in its own time.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+class Guard:
+    """A process that kills the process groups it was told of, should this process die without closing it.
+
+    It learns of the death from the end of its standard input, which no signal can prevent; so it works for SIGKILL too.
+    A `scratch` directory is then removed as well.
+    """
+
+    def __init__(self, scratch: Path | None = None) -> None:
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
+        if scratch is not None:
+            command.append(str(scratch))
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, text=True)
+
+    def __enter__(self) -> "Guard":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def watch(self, groups: Iterable[int]) -> None:
+        """Add process groups (by their leaders' process ids)."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("".join(f"{group}\n" for group in groups))
+        self._process.stdin.flush()
+
+
+def end_groups(
+    processes: Sequence["subprocess.Popen[bytes]"],
+    *,
+    grace_seconds: float,
+    first: signal.Signals = signal.SIGTERM,
+) -> None:
+    """End processes, each the leader of its own group, and all that they started.
+
+    Those that run get the signal `first` and `grace_seconds` to go; then every group is killed, also one whose leader
+    has gone. An exception (a second signal to this process) cuts the grace short. Returns when all have gone, but
+    waits no more than a few seconds for one that the kernel can't end (a device that doesn't answer).
+    """
+    try:
+        for process in processes:
+            if process.poll() is None:
+                _signal_group(process.pid, first)
+        deadline = time.monotonic() + grace_seconds
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for process in processes:
+            _signal_group(process.pid, signal.SIGKILL)
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_KILL_SECONDS)
+            _reap_group(process.pid)
+
+
+def _reap_group(group: int) -> None:
+    """Reap those of the group that were left to us (see `adopted_orphans`)."""
+    deadline = time.monotonic() + _KILL_SECONDS
+    with suppress(ChildProcessError):  # none of them is ours, or no more
+        while time.monotonic() < deadline:
+            if os.waitpid(-group, os.WNOHANG) == (0, 0):
+                time.sleep(_POLL_SECONDS)
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    # None of it is left; macOS calls it a lack of permission if only zombies are.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def path_with_tools(path: str) -> str:
+    """`path` with this Python's own directory first: `ninja` is there, and PATH lacks a venv that isn't activated."""
+    own = str(Path(sys.executable).parent)
+    return path if own in path.split(os.pathsep) else own + os.pathsep + path
