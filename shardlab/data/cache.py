@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,9 +87,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _build(entry: Path, build: Callable[[Path], None]) -> None:
     """Fill a temporary directory and rename it to `entry`; the caller holds the lock."""
-    for leftover in entry.parent.glob(f"{entry.name}.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)  # of a builder that was killed
-    temporary = Path(tempfile.mkdtemp(prefix=f"{entry.name}.tmp-", dir=entry.parent))
+    temporary = entry.parent / f"{entry.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)  # of a builder that was killed
+    temporary.mkdir()
     try:
         build(temporary)
         manifest = {path.name: file_digest(path) for path in sorted(temporary.iterdir())}

@@ -86,7 +86,7 @@ def read_stream(path: Path) -> TokenStream:
 
 def _write_streams(directory: Path, corpus: Corpus, tokenizer: PreTrainedTokenizerFast, fraction: float) -> None:
     """Encode to a raw file first: which documents are held out depends on all their lengths."""
-    dtype = np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
+    dtype = np.dtype(np.uint16 if max(tokenizer.get_vocab().values()) < 1 << 16 else np.uint32)
     raw = directory / "tokens.raw"
     with raw.open("wb") as file:
         lengths = _write_documents(file, corpus.documents, tokenizer, dtype)
