@@ -39,10 +39,9 @@ class Applied:
 
 @dataclass(frozen=True)
 class Job:
-    """What a backend prepares: the module (its parameters on the meta device, or real), where its values come from, the rest."""
+    """What a backend carries out: the module (its parameters on the meta device, or real), the plan, the machines."""
 
     module: Trainable
-    weights: Weights
     plan: Plan
     optimizer: OptimizerSettings
     topology: Topology
@@ -51,8 +50,11 @@ class Job:
 class Backend(Protocol):
     """Carries out a plan. All methods but `tensors`' items are collective: every rank calls them in the same order."""
 
-    def prepare(self, job: Job) -> None:
-        """Materialise, shard, and build the optimizer. The module must be used through this backend from here on."""
+    def prepare(self, job: Job, weights: Weights) -> None:
+        """Materialise from `weights`, shard, and build the optimizer.
+
+        The module must be used through this backend from here on; nothing of `weights` is kept.
+        """
         ...
 
     def run_window(self, window: Window, lr: float) -> Applied:

@@ -26,6 +26,7 @@ from shardlab.backends.base import (
 from shardlab.backends.materialize import Materializer, move_buffers
 from shardlab.backends.optimizer import build_optimizer, set_learning_rate
 from shardlab.data.window import MicroBatch, Window
+from shardlab.model.deferred import Weights
 
 BUCKET_BYTES = 25 * 1024**2  # as DistributedDataParallel: large enough for bandwidth, small enough to overlap
 
@@ -33,14 +34,14 @@ BUCKET_BYTES = 25 * 1024**2  # as DistributedDataParallel: large enough for band
 class DDPBackend:
     """See `Backend`."""
 
-    def prepare(self, job: Job) -> None:
+    def prepare(self, job: Job, weights: Weights) -> None:
         """See `Backend.prepare`."""
         self._job = job
         self._device = torch.device(job.topology.device)
         self._mixed = job.plan.precision == "bf16"
         module = job.module
         # Masters are made before the weights that compute: they keep the initial values' fp32 bits.
-        Materializer(module, job.weights, self._device).materialize(module)
+        Materializer(module, weights, self._device).materialize(module)
         move_buffers(module, self._device)
         names = [name for name, _ in module.named_trainables()]
         masters = [parameter for _, parameter in module.named_trainables()]

@@ -29,19 +29,19 @@ from shardlab.backends.materialize import Materializer, move_buffers
 from shardlab.backends.optimizer import build_optimizer, set_learning_rate
 from shardlab.data.window import MicroBatch, Window
 from shardlab.errors import UserError
+from shardlab.model.deferred import Weights
 from shardlab.plan import Plan
 
 
 class FSDPBackend:
     """See `Backend`."""
 
-    def prepare(self, job: Job) -> None:
+    def prepare(self, job: Job, weights: Weights) -> None:
         """See `Backend.prepare`."""
         self._job = job
         self._device = torch.device(job.topology.device)
         ensure_process_group(job.topology)
-        offload = _offload_policy(job.plan)
-        self._shard(offload)
+        self._shard(weights, _offload_policy(job.plan))
         move_buffers(job.module, self._device)
         named = list(job.module.named_trainables())
         self._names = [name for name, _ in named]
@@ -49,13 +49,13 @@ class FSDPBackend:
         self._optimizer: Optimizer = build_optimizer(job.optimizer, named)
         self._unchanged: list[str] | None = None
 
-    def _shard(self, offload: OffloadPolicy) -> None:
+    def _shard(self, weights: Weights, offload: OffloadPolicy) -> None:
         """Materialise and shard one unit after another: no rank ever holds more than one unit whole."""
         job, module = self._job, self._job.module
         mesh = init_device_mesh(self._device.type, (job.topology.world_size,))
         bf16 = job.plan.precision == "bf16"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
-        materializer = Materializer(module, job.weights, self._device)
+        materializer = Materializer(module, weights, self._device)
         self._units: list[FSDPModule] = []
 
         def shard(unit: nn.Module, *, reshard: bool) -> FSDPModule:

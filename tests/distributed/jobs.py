@@ -97,7 +97,7 @@ def train(
     trainable.train()
     settings = SGD(name="sgd", lr=lr) if optimizer == "sgd" else AdamW(lr=lr, weight_decay=0.1)
     engine = make_backend(plan)
-    engine.prepare(Job(trainable, weights, plan, settings, topology))
+    engine.prepare(Job(trainable, plan, settings, topology), weights)
     before = {name: value.clone() for name, value in engine.tensors()}
     applied = []
     for step in range(steps):

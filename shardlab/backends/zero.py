@@ -1,0 +1,192 @@
+"""DeepSpeed ZeRO: stage 1 shards optimizer state, stage 2 gradients too, stage 3 parameters too.
+
+The engine is made by `deepspeed.initialize` from a config that is written out whole (`zero_config`): what DeepSpeed is not
+told it decides by itself, clipping included. Accelerate's plugin is left out, because on CPU it reports one process on
+every rank and exchanges the optimizer (see docs/decisions.md).
+"""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.utils import (
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_local_fp32_param,
+    set_z3_leaf_modules,
+)
+from torch import Tensor, nn
+
+from shardlab.backends.base import (
+    Applied,
+    Job,
+    all_reduce_sum,
+    ensure_process_group,
+    fingerprint,
+    guarded,
+    move,
+    sum_losses,
+)
+from shardlab.backends.materialize import Materializer, move_buffers
+from shardlab.backends.optimizer import build_optimizer, set_learning_rate
+from shardlab.backends.zero_config import deepspeed_config
+from shardlab.data.window import MicroBatch, Window
+from shardlab.model.deferred import Weights
+from shardlab.model.head import HeadLoss
+
+
+class ZeROBackend:
+    """See `Backend`."""
+
+    def prepare(self, job: Job, weights: Weights) -> None:
+        """See `Backend.prepare`."""
+        self._job = job
+        self._device = torch.device(job.topology.device)
+        self._stage = int(job.plan.backend[-1])
+        _start_deepspeed(job)
+        config = deepspeed_config(job.plan, [parameter.numel() for parameter in job.module.parameters()])
+        self._materialize(config, weights)
+        buffers = {name: buffer.to(self._device) for name, buffer in job.module.named_buffers()}
+        optimizer = build_optimizer(job.optimizer, job.module.named_trainables())
+        self._engine: Any
+        with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory figures of the whole host
+            self._engine, *_ = deepspeed.initialize(
+                model=job.module, optimizer=optimizer, config=config, dist_init_required=False
+            )
+        # DeepSpeed casts the whole module to bf16: rotary frequencies would lose their digits.
+        for name, buffer in buffers.items():
+            owner, _, leaf = name.rpartition(".")
+            job.module.get_submodule(owner)._buffers[leaf] = buffer
+        if job.plan.precision == "bf16":
+            self._write_masters(weights)
+        self._unchanged: list[str] | None = None
+
+    def _materialize(self, config: dict[str, Any], weights: Weights) -> None:
+        """Stage 3: one unit after another, each partitioned at once. Below, every rank holds the parameters whole."""
+        module = self._job.module
+        # Stage 3 takes the parameters' type as it finds it; below, the engine casts.
+        bf16 = self._stage == 3 and self._job.plan.precision == "bf16"
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        materializer = Materializer(module, weights, self._device, dtype)
+        units = [*module.blocks, *([module.tail] if module.tail is not None else []), module]
+        for unit in units if self._stage == 3 else [module]:
+            materializer.materialize(unit)
+            if self._stage == 3:
+                deepspeed.zero.Init(module=unit, config_dict_or_path=config)
+        if self._stage == 3 and module.tail is not None:
+            # Norm and head are gathered once for all chunks, as one unit.
+            set_z3_leaf_modules(module, [HeadLoss])
+        move_buffers(module, self._device)
+
+    @torch.no_grad()
+    def _write_masters(self, weights: Weights) -> None:
+        """Give the fp32 masters their initial values' own digits: DeepSpeed has made them from the bf16 weights."""
+        for name, parameter in self._job.module.named_trainables():
+            if self._stage == 3:
+                part = parameter.ds_tensor.ds_numel
+                start = part * self._job.topology.rank
+                value = weights.tensor(name).flatten()[start : start + part]
+                safe_set_local_fp32_param(parameter, nn.functional.pad(value, (0, part - value.numel())))
+            elif parameter._hp_mapping is not None:
+                place = parameter._hp_mapping.lp_fragment_address
+                value = weights.tensor(name).flatten()[place.start : place.start + place.numel]
+                parameter._hp_mapping.get_hp_fragment().copy_(value)
+
+    def run_window(self, window: Window, lr: float) -> Applied:
+        """See `Backend.run_window`."""
+        module, engine, world = self._job.module, self._engine, self._job.topology.world_size
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        for batch in window.micro_batches:
+            module.random.step, module.random.micro_batch = window.step, batch.index
+            engine.set_gradient_accumulation_boundary(batch is window.micro_batches[-1])
+            objective = engine(move(batch, self._device), float(window.tokens))
+            loss += objective.detach().double()
+            # DeepSpeed averages over ranks and would divide by the accumulation: both are undone.
+            engine.backward(guarded(objective) * world, scale_wrt_gas=False)
+        set_learning_rate(engine.optimizer, lr)
+        first = self._unchanged is None
+        before = self._fingerprints() if first else {}
+        engine.step()
+        all_reduce_sum(loss, self._job.topology)
+        norm = float(engine.get_global_grad_norm())
+        skipped = not engine.was_step_applied()
+        if first and not skipped:
+            self._unchanged = self._find_unchanged(before)
+        return Applied(float(loss) * window.tokens, window.tokens, norm, skipped)
+
+    def _local_masters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """(name, this rank's part of the fp32 master, of the first moment if there is one) where it has a part."""
+        for name, parameter in self._job.module.named_trainables():
+            if self._stage == 3:
+                try:
+                    moment = safe_get_local_optimizer_state(parameter, "exp_avg")
+                except KeyError:
+                    moment = None
+                yield name, safe_get_local_fp32_param(parameter), moment
+            elif parameter._hp_mapping is not None:
+                fragment = parameter._hp_mapping
+                has_moment = fragment.optim_fragment and "exp_avg" in fragment.optim_fragment
+                moment = fragment.get_optim_state_fragment("exp_avg") if has_moment else None
+                yield name, fragment.get_hp_fragment(), moment
+
+    def _fingerprints(self) -> dict[str, int]:
+        return {name: fingerprint(master) for name, master, _ in self._local_masters()}
+
+    def _find_unchanged(self, before: dict[str, int]) -> list[str]:
+        """Trainable tensors that no rank changed, though the optimizer has seen a gradient of them.
+
+        An optimizer without moments keeps no trace of a gradient: then only a run that changes nothing at all is found.
+        """
+        names = [name for name, _ in self._job.module.named_trainables()]
+        marks = torch.zeros(2, len(names), device=self._device)  # changed; saw a gradient
+        moments = False
+        for name, master, moment in self._local_masters():
+            index = names.index(name)
+            marks[0, index] = fingerprint(master) != before[name]
+            if moment is not None:
+                moments = True
+                marks[1, index] = bool(moment.any())
+        all_reduce_sum(marks, self._job.topology)
+        if not moments:
+            return [] if bool(marks[0].any()) else names
+        return [name for name, changed, seen in zip(names, *marks.tolist(), strict=True) if seen and not changed]
+
+    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+        """See `Backend.evaluate`."""
+        return sum_losses(self._engine, self._job.module, batches, self._job.topology)
+
+    def unchanged_parameters(self) -> list[str]:
+        """See `Backend.unchanged_parameters`."""
+        return self._unchanged or []
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Backend.tensors`."""
+        for name, parameter in self._job.module.named_canonical():
+            with self._gathered(parameter):
+                whole = parameter.detach().cpu().clone()
+            yield name, whole
+
+    def _gathered(self, parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]:
+        if self._stage < 3:
+            return contextlib.nullcontext()
+        return deepspeed.zero.GatheredParameters([parameter])
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._engine.destroy()
+
+
+def _start_deepspeed(job: Job) -> None:
+    """DeepSpeed's own communication layer on top of the process group that there is."""
+    # It warns of each optimizer that is not its own, and calls collectives by names that torch has since replaced.
+    deepspeed.utils.logger.setLevel("ERROR")
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    ensure_process_group(job.topology)
+    if not deepspeed.comm.is_initialized():
+        backend = "gloo" if job.topology.device_type == "cpu" else None
+        with contextlib.redirect_stdout(io.StringIO()):  # every rank prints that its extension was built
+            deepspeed.init_distributed(backend, dist_init_required=False, verbose=False)

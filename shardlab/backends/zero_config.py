@@ -1,0 +1,62 @@
+"""The ds_config of a plan, complete: DeepSpeed decides nothing by itself, and nothing in it is "auto"."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardlab.plan import Plan
+
+# Parameters below this many elements stay gathered on every rank (norms, biases): gathering one costs more than it saves.
+PERSISTENCE_THRESHOLD = 10_000
+# Gradients are reduced in buckets of about this many elements: as DDP's 25 MiB in fp32.
+BUCKET_ELEMENTS = 6_553_600
+
+
+def deepspeed_config(plan: Plan, sizes: Sequence[int]) -> dict[str, Any]:
+    """A config for `deepspeed.initialize`, also usable with the `deepspeed` command and the HF Trainer.
+
+    `sizes` are the elements of each parameter: limits and buckets follow the model. DeepSpeed's defaults (1e9 live
+    parameters, 5e8 in a bucket) would keep a whole small model gathered.
+    """
+    stage = int(plan.backend[-1])
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+        "train_batch_size": plan.global_batch_size,
+        # Always there: without the key DeepSpeed clips at 1.0.
+        "gradient_clipping": 0.0 if plan.clip_grad_norm is None else plan.clip_grad_norm,
+        "zero_optimization": _zero(plan, stage, max(sizes)),
+        # Our optimizer, not DeepSpeed's: torch's fused AdamW gives the same update on every backend.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "wall_clock_breakdown": False,
+        "steps_per_print": 1_000_000_000,
+    }
+    if plan.precision == "bf16":
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["communication_data_type"] = "fp32"
+    return config
+
+
+def _zero(plan: Plan, stage: int, largest: int) -> dict[str, Any]:
+    bucket = max(BUCKET_ELEMENTS, largest)
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
+    pinned = torch.accelerator.is_available()
+    if plan.offload.optimizer == "cpu":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
+    if stage < 3:
+        return zero | {"contiguous_gradients": True, "overlap_comm": stage == 2}
+    if plan.offload.parameters == "cpu":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": pinned}
+    return zero | {
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+        "stage3_param_persistence_threshold": PERSISTENCE_THRESHOLD,
+        "stage3_max_live_parameters": 2 * largest,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": largest,
+        # torch frees what a linear layer saved as well; the replacement is global and outlives the engine.
+        "memory_efficient_linear": False,
+    }
