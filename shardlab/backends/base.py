@@ -9,13 +9,14 @@ backward-clip-step. The rules that make the loss the same everywhere are kept he
 - a window with a non-finite loss or gradient on any rank is applied on none.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardlab.data.window import MicroBatch, Window
 from shardlab.model.deferred import Weights
@@ -24,7 +25,8 @@ from shardlab.plan import Plan
 from shardlab.recipe import SGD, AdamW
 from shardlab.topology import Topology
 
-OptimizerSettings = AdamW | SGD
+OptimizerFactory = Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer]
+OptimizerSettings = AdamW | SGD | OptimizerFactory
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class Job:
 
 class Backend(Protocol):
     """Carries out a plan. All methods but `tensors`' items are collective: every rank calls them in the same order."""
+
+    optimizer: Any  # torch's, or DeepSpeed's around it; its groups show the rates in force
 
     def prepare(self, job: Job, weights: Weights) -> None:
         """Materialise from `weights`, shard, and build the optimizer.

@@ -56,7 +56,7 @@ class DDPBackend:
         if module.tail is not None and module.tail.head.weight.requires_grad:
             module.tail.weight_gradient = self._buckets.gradient(module.tail.head.weight)
             self._direct_head = None if module.tied else module.tail.head.weight
-        self._optimizer: Optimizer = build_optimizer(job.optimizer, zip(names, masters, strict=True))
+        self.optimizer: Optimizer = build_optimizer(job.optimizer, zip(names, masters, strict=True))
         self._unchanged: list[str] | None = None
 
     def run_window(self, window: Window, lr: float) -> Applied:
@@ -93,10 +93,10 @@ class DDPBackend:
         return loss
 
     def _update(self, lr: float, norms: Tensor) -> None:
-        set_learning_rate(self._optimizer, lr)
+        set_learning_rate(self.optimizer, lr)
         first = self._unchanged is None
         before = [fingerprint(master) for master in self._masters] if first else []
-        self._optimizer.step()
+        self.optimizer.step()
         if first:
             self._unchanged = [
                 name

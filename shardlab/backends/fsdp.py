@@ -46,7 +46,7 @@ class FSDPBackend:
         named = list(job.module.named_trainables())
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
-        self._optimizer: Optimizer = build_optimizer(job.optimizer, named)
+        self.optimizer: Optimizer = build_optimizer(job.optimizer, named)
         self._unchanged: list[str] | None = None
 
     def _shard(self, weights: Weights, offload: OffloadPolicy) -> None:
@@ -97,14 +97,14 @@ class FSDPBackend:
             if scale is not None:
                 torch._foreach_mul_(gradients, scale)
             self._update(lr, shared[1:])
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         return Applied(loss_sum, window.tokens, norm, skipped)
 
     def _update(self, lr: float, squares: Tensor) -> None:
-        set_learning_rate(self._optimizer, lr)
+        set_learning_rate(self.optimizer, lr)
         first = self._unchanged is None
         before = self._fingerprints() if first else []
-        self._optimizer.step()
+        self.optimizer.step()
         if first:
             changed = torch.tensor(
                 [float(old != new) for old, new in zip(before, self._fingerprints(), strict=True)], device=self._device
@@ -145,7 +145,7 @@ class FSDPBackend:
 
     def close(self) -> None:
         """See `Backend.close`."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
 
 
 def _local(tensor: Tensor | None) -> Tensor:

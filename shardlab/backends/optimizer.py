@@ -1,15 +1,15 @@
 """The optimizer over a backend's own parameters, grouped by the names in the user's model."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardlab.backends.base import OptimizerSettings
+from shardlab.backends.base import OptimizerFactory, OptimizerSettings
 from shardlab.errors import UserError
-from shardlab.recipe import AdamW
+from shardlab.recipe import SGD, AdamW
 
 
 def build_optimizer(settings: OptimizerSettings, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -17,13 +17,15 @@ def build_optimizer(settings: OptimizerSettings, named: Iterable[tuple[str, nn.P
 
     Raises UserError where a group's pattern matches no trainable tensor.
     """
+    if not isinstance(settings, AdamW | SGD):
+        return settings(list(named))
     groups = _groups(settings, list(named))
     if isinstance(settings, AdamW):
         return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
     return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
 
 
-def _groups(settings: OptimizerSettings, named: list[tuple[str, nn.Parameter]]) -> list[dict[str, object]]:
+def _groups(settings: AdamW | SGD, named: list[tuple[str, nn.Parameter]]) -> list[dict[str, object]]:
     patterns = [group.pattern for group in settings.groups]
     members: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
@@ -52,3 +54,32 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
     """Give every group its share of the scheduled rate."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
+
+
+def like(optimizer: Optimizer, model: nn.Module) -> OptimizerFactory:
+    """A factory of optimizers of the same kind, options and groups as `optimizer`, by the names of `model`'s tensors.
+
+    Raises UserError where the optimizer misses a trainable tensor of the model: it would silently stay as it is.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+    missing = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    missing -= {name for members in held for name in members if name is not None}
+    if missing:
+        raise UserError(
+            f"the optimizer does not hold {len(missing)} trainable tensors of the model, among them {min(missing)}: "
+            "they would not be trained. Build it from model.parameters() of the model given to Engine.prepare, "
+            "before prepare; or freeze them"
+        )
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    kind, peak = type(optimizer), float(optimizer.defaults["lr"])
+
+    def build(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+        parameters = dict(named)
+        groups = [
+            {**group, "params": [parameters[name] for name in members if name in parameters], "lr_scale": group["lr"] / peak}
+            for group, members in zip(options, held, strict=True)
+        ]
+        return kind([group for group in groups if group["params"]])
+
+    return build

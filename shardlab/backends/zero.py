@@ -37,6 +37,7 @@ from shardlab.backends.zero_config import deepspeed_config
 from shardlab.data.window import MicroBatch, Window
 from shardlab.model.deferred import Weights
 from shardlab.model.head import HeadLoss
+from shardlab.runtime.extensions import without_shm_comm
 
 
 class ZeROBackend:
@@ -57,6 +58,7 @@ class ZeROBackend:
             self._engine, *_ = deepspeed.initialize(
                 model=job.module, optimizer=optimizer, config=config, dist_init_required=False
             )
+        self.optimizer = self._engine.optimizer
         # DeepSpeed casts the whole module to bf16: rotary frequencies would lose their digits.
         for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")
@@ -186,7 +188,8 @@ def _start_deepspeed(job: Job) -> None:
     deepspeed.utils.logger.setLevel("ERROR")
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     ensure_process_group(job.topology)
+    if job.topology.device_type == "cpu":
+        without_shm_comm()
     if not deepspeed.comm.is_initialized():
         backend = "gloo" if job.topology.device_type == "cpu" else None
-        with contextlib.redirect_stdout(io.StringIO()):  # every rank prints that its extension was built
-            deepspeed.init_distributed(backend, dist_init_required=False, verbose=False)
+        deepspeed.init_distributed(backend, dist_init_required=False, verbose=False)

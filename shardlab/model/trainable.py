@@ -31,6 +31,8 @@ class Trainable(nn.Module):
     tied = False  # whether the head's weight is used in the body too
     random: StepRandom
     canonical: dict[str, str]  # this module's parameter names -> the names in the user's model; tied ones once
+    shapes: dict[str, torch.Size]  # by the user's names, before anything was sharded
+    architecture: str  # class name of the user's model
 
     def named_trainables(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(the user's name, parameter) for each parameter that takes a gradient."""
@@ -43,7 +45,10 @@ class Trainable(nn.Module):
         for name, parameter in self.named_parameters():
             yield self.canonical[name], parameter
 
-    def _prepare_blocks(self, seed: int, recompute: Recompute) -> None:
+    def _finish(self, model: nn.Module, seed: int, recompute: Recompute) -> None:
+        """The last step of every constructor."""
+        self.architecture = type(model).__name__
+        self.shapes = {name: parameter.shape for name, parameter in self.named_canonical()}
         self.random = StepRandom(seed)
         for index, block in enumerate(self.blocks, start=1):
             block.forward = _BlockForward(block.forward, self.random, index, recompute)  # type: ignore[method-assign]
@@ -94,7 +99,7 @@ class CausalLM(Trainable):
         self.tied = any(parameter is self.tail.head.weight for parameter in self.body.parameters())
         self.embedding = None if self.tied else self.body.get_input_embeddings()
         self.canonical = {name: by_identity[id(parameter)] for name, parameter in self.named_parameters()}
-        self._prepare_blocks(seed, recompute)
+        self._finish(model, seed, recompute)
 
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The last block's output, (batch, sequence, hidden)."""
@@ -138,7 +143,7 @@ class Summed(Trainable):
         # Each direct child is a segment: without a list of equal blocks there is no better cut to be known.
         self.blocks = [child for child in model.children() if any(True for _ in child.parameters())]
         self.canonical = {name: name.removeprefix("model.") for name, _ in self.named_parameters()}
-        self._prepare_blocks(seed, recompute)
+        self._finish(model, seed, recompute)
 
     def forward(self, batch: Mapping[str, Tensor], denominator: float) -> Tensor:
         """See `Trainable`."""

@@ -1,0 +1,1 @@
+"""Training: one loop, the command's and the user's."""

@@ -1,0 +1,186 @@
+"""The commands: parse, call, print. Heavy libraries are imported inside the commands, so that `--help` is quick."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardlab import __version__
+
+app = typer.Typer(
+    name="shardlab",
+    help="Train a model that does not fit, on the machines you have; then shrink it until it does.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file; see `shardlab init`.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="Override one value of the recipe; may be given again."),
+]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="DIR", help="The run's directory. [default: runs/NAME]")
+]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout; the rest goes to stderr.")]
+
+
+def main() -> None:
+    """The program. Ends the process with the exit codes of `errors.ExitCode`."""
+    from shardlab.runtime.child import run_rank
+
+    sys.exit(run_rank(lambda: app(standalone_mode=True)))
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"shardlab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+    local_rank: Annotated[
+        int, typer.Option("--local_rank", "--local-rank", hidden=True, help="What `deepspeed` adds; not needed.")
+    ] = 0,
+) -> None:
+    del version, local_rank
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("recipe.yaml"),
+) -> None:
+    """Write a recipe with every key, its default and what it does.
+
+    Example: `shardlab init my.yaml && shardlab train my.yaml --nproc 2`
+    """
+    from shardlab.recipe.template import write_template
+
+    write_template(path)
+    typer.echo(f"wrote {path}; next: shardlab train {path}")
+
+
+@app.command()
+def train(
+    recipe: RecipeFile,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Ranks to start here; under another launcher, the ranks to expect.")
+    ] = None,
+    overrides: Overrides = None,
+    output: Output = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Resolve and print everything, train nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model by a recipe.
+
+    Examples: `shardlab train recipe.yaml --nproc 2`, `shardlab train recipe.yaml --set train.steps=50`,
+    `torchrun --nproc-per-node 2 -m shardlab train recipe.yaml --output runs/a`
+    """
+    from shardlab.recipe import load_recipe
+    from shardlab.train.start import check, default_output, start
+
+    loaded = load_recipe(recipe, overrides or ())
+    if dry_run:
+        _print_plan(loaded, check(loaded, nproc or loaded.shard.world_size or 1), as_json)
+        return
+    directory = output if output is not None else default_output(recipe)
+
+    def run() -> None:
+        from shardlab.train.run import train as train_here
+
+        summary = train_here(loaded, directory, world_size=nproc, say=_to_stderr if as_json else typer.echo)
+        if as_json and summary is not None:
+            typer.echo(json.dumps(summary))
+
+    arguments = ["train", str(recipe), "--output", str(directory), *(f"--set={o}" for o in overrides or ())]
+    arguments += [f"--nproc={nproc}"] if nproc is not None else []
+    code = start(loaded, nproc, directory, [*arguments, *(["--json"] if as_json else [])], run)
+    raise typer.Exit(code or 0)
+
+
+@app.command()
+def compare(
+    recipe: RecipeFile,
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks of each sharded run.")] = 2,
+    backends: Annotated[
+        str | None, typer.Option(help="Which, separated by commas. [default: ddp,zero1,zero2,zero3,fsdp]")
+    ] = None,
+    overrides: Overrides = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Train the same recipe on one process and on each backend, and show that the losses agree.
+
+    Example: `shardlab compare recipe.yaml --nproc 2 --set train.steps=20`
+    """
+    from shardlab.recipe import load_recipe
+    from shardlab.train import compare as comparing
+    from shardlab.train.start import default_output
+
+    loaded = load_recipe(recipe, overrides or ())
+    chosen = comparing.parse_backends(backends)
+    rows = list(comparing.compare(loaded, nproc, output or default_output(recipe), chosen))
+    typer.echo(json.dumps([vars(row) for row in rows]) if as_json else comparing.table(rows))
+
+
+@app.command(name="eval")
+def evaluate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face model directory.")],
+    files: Annotated[
+        list[str] | None, typer.Option(help="Held-out text files or globs. [default: the standard library's split]")
+    ] = None,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 256,
+    as_json: Json = False,
+) -> None:
+    """Loss and perplexity of a model on held-out text.
+
+    Example: `shardlab eval runs/demo/model --files 'notes/*.txt'`
+    """
+    from shardlab.recipe import DataSection
+    from shardlab.train.evaluate import evaluate_directory
+
+    held_out = {"files": files, "evaluation_files": files} if files else {}
+    data = DataSection(tokenizer=str(directory), sequence_length=sequence_length, **held_out)
+    result = evaluate_directory(directory, data)
+    text = "loss {loss:.4f}  perplexity {perplexity:.2f}  over {tokens:,} tokens".format(**result)
+    typer.echo(json.dumps(result) if as_json else text)
+
+
+@app.command()
+def generate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face model directory.")],
+    prompt: Annotated[str, typer.Option(help="What to go on from.")],
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 40,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+) -> None:
+    """Let a model write on from a prompt.
+
+    Example: `shardlab generate runs/demo/model --prompt 'def read_file('`
+    """
+    from shardlab.train.evaluate import generate as write_on
+
+    typer.echo(write_on(directory, prompt, new_tokens=tokens, temperature=temperature, seed=seed))
+
+
+def _to_stderr(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _print_plan(recipe: Any, plan: Any, as_json: bool) -> None:
+    import dataclasses
+
+    from shardlab.planner import describe
+    from shardlab.recipe import dump_recipe
+
+    if as_json:
+        typer.echo(json.dumps({"recipe": recipe.model_dump(mode="json"), "plan": dataclasses.asdict(plan)}))
+    else:
+        typer.echo(f"{dump_recipe(recipe)}\n{describe(plan)}")

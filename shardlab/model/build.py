@@ -1,0 +1,113 @@
+"""The model that a recipe asks for: its architecture with parameters on the meta device, and where their values come from."""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from shardlab.errors import UserError
+from shardlab.model.checkpoint import directory_weights
+from shardlab.model.deferred import Weights, build_deferred
+from shardlab.model.presets import COMMON, PRESETS
+from shardlab.recipe import ModelSection
+
+VOCABULARY_MULTIPLE = 64  # a preset's vocabulary is rounded up to it: the head's matrix product prefers even sizes
+
+
+def build_model(
+    section: ModelSection, *, vocabulary: int, eos_token_id: int | None, sequence_length: int, seed: int
+) -> tuple[nn.Module, Weights]:
+    """Build `section`'s model for a tokenizer of `vocabulary` entries.
+
+    A vocabulary smaller than the tokenizer's is enlarged here, before anything is sharded; new rows get fresh values.
+    Raises UserError for a missing or unreadable source, and for sequences longer than the model's positions.
+    """
+    if section.builder is not None:
+        model, weights = build_deferred(_import_builder(section.builder), seed)
+    else:
+        config = _config(section, vocabulary, eos_token_id)
+        _check_length(config, sequence_length)
+        if config.vocab_size < vocabulary:
+            config.vocab_size = vocabulary
+        model, weights = build_deferred(lambda: _from_config(config), seed)
+        if section.path is not None:
+            weights = directory_weights(Path(section.path), model, weights)
+    freeze(model, section.freeze)
+    return model, weights
+
+
+def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Stop training the tensors whose names match. Raises UserError for a pattern that matches none."""
+    names = dict(model.named_parameters())
+    for pattern in patterns:
+        matched = [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
+            raise UserError(f"model.freeze: {pattern!r} matches no tensor; tensors are named like {next(iter(names))!r}")
+        for name in matched:
+            names[name].requires_grad_(False)
+
+
+def _config(section: ModelSection, vocabulary: int, eos_token_id: int | None) -> PretrainedConfig:
+    if section.path is not None:
+        if not Path(section.path, "config.json").is_file():
+            raise UserError(f"model.path: {section.path} is not a Hugging Face model directory: it has no config.json")
+        return AutoConfig.from_pretrained(section.path)
+    if section.config is not None:
+        values = _read_config(Path(section.config))
+    else:
+        assert section.preset is not None
+        rounded = -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        values = COMMON | PRESETS[section.preset] | {"vocab_size": rounded}
+    # Fresh weights go with our tokenizer: a family's default ids would point outside its vocabulary.
+    values = {"bos_token_id": None, "eos_token_id": eos_token_id} | values
+    return AutoConfig.for_model(**values)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.config: {path} can't be read as a Hugging Face config: {error}") from error
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise UserError(f'model.config: {path} has no "model_type", which says what family the model is of')
+    try:
+        AutoConfig.for_model(values["model_type"])
+    except (ValueError, KeyError) as error:
+        raise UserError(f"model.config: {path}: transformers knows no model_type {values['model_type']!r}") from error
+    return values
+
+
+def _check_length(config: PretrainedConfig, sequence_length: int) -> None:
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and sequence_length > positions:
+        raise UserError(
+            f"data.sequence_length {sequence_length} is more than the {positions} positions of the model; "
+            f"set data.sequence_length={positions}"
+        )
+
+
+def _from_config(config: PretrainedConfig) -> nn.Module:
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
+
+
+def _import_builder(builder: str) -> Callable[[], nn.Module]:
+    module_name, _, function = builder.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: the user's own module lies beside the recipe
+    try:
+        found = getattr(importlib.import_module(module_name), function)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"model.builder: {builder} can't be imported: {error}") from error
+    if not callable(found):
+        raise UserError(f"model.builder: {builder} is not a function")
+    build: Callable[[], nn.Module] = found
+    return build

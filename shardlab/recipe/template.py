@@ -1,0 +1,50 @@
+"""The recipe that `shardlab init` writes."""
+
+from pathlib import Path
+
+from shardlab.errors import UserError
+
+TEMPLATE = """\
+# A shardlab recipe. Every key may be left out; the values here are the defaults.
+model:
+  preset: 6m                  # tiny, 6m, 150m; or one of these instead:
+  # config: config.json       #   a Hugging Face config: that architecture, fresh weights
+  # path: model-directory     #   a Hugging Face directory: architecture and weights
+  # builder: package.module:function
+  freeze: []                  # glob patterns of tensors that are not trained, e.g. model.embed_tokens.*
+data:
+  source: stdlib              # the standard library's source text; or instead:
+  # files: [texts/*.txt]      #   text files or globs, a document each
+  # evaluation_files: []      #   held-out text, instead of a fraction
+  tokenizer: bpe-8k           # bytes, bpe-<N>k (trained on the text, cached), or a Hugging Face tokenizer directory
+  sequence_length: 256        # tokens
+  evaluation_fraction: 0.02   # held out
+train:
+  steps: 200                  # optimizer steps
+  global_batch_size: 32       # sequences per optimizer step, over all ranks
+  optimizer: {name: adamw, lr: 1.0e-3, betas: [0.9, 0.95], eps: 1.0e-8, weight_decay: 0.1, groups: []}   # or sgd
+  schedule: {name: cosine, warmup_steps: 20, final_fraction: 0.1}   # or linear, constant
+  precision: bf16             # or fp32; masters, moments and accumulated gradients are fp32 in both
+  clip_grad_norm: 1.0         # null = off
+  seed: 0
+  on_nonfinite: stop          # or skip
+  evaluate_every: null        # steps; null = at the end only
+shard:
+  backend: auto               # ddp, zero1, zero2, zero3, fsdp
+  micro_batch: auto           # accumulation = global_batch_size / (micro_batch x ranks)
+  world_size: null            # ranks expected
+  reshard_after_forward: true
+  offload: {parameters: none, optimizer: none}   # or cpu
+  recompute: none             # or full
+  timeout_seconds: 600        # how long a rank may keep the others waiting
+"""
+
+
+def write_template(path: Path) -> None:
+    """Write the template. Raises UserError if `path` exists."""
+    if path.exists():
+        raise UserError(f"{path} exists; it is not overwritten. Give another name")
+    try:
+        path.write_text(TEMPLATE, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path} can't be written: {error.strerror}") from error

@@ -1,0 +1,106 @@
+"""The model as a Hugging Face directory, written tensor by tensor: no rank ever holds it whole."""
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shardlab.backends.base import all_reduce_sum
+from shardlab.errors import UserError
+from shardlab.model.trainable import Trainable
+from shardlab.topology import Topology
+
+SHARD_BYTES = 1024**3  # what the writing rank holds at most beside one tensor
+
+
+def save_artifact(
+    directory: Path, module: Trainable, tensors: Iterator[tuple[str, Tensor]], tokenizer: Any, topology: Topology
+) -> None:
+    """Write `tensors` (collective, in the same order on every rank) and what else `from_pretrained` wants.
+
+    The directory is there whole or not at all: it is written beside and renamed. Raises UserError if it exists, and
+    RuntimeError if a tensor is not of the model's own shape (a sharded parameter saved as it lies has zero elements).
+    """
+    if directory.exists():
+        raise UserError(f"{directory} exists; it is never overwritten. Remove it or choose another directory")
+    if not topology.is_main:
+        for _ in tensors:  # the gathers are collectives; what they gather is the first rank's to write
+            continue
+        all_reduce_sum(torch.zeros(1, device=topology.device), topology)
+        return
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    dtype = _write_tensors(partial, checked(tensors, module.shapes))
+    _write_config(partial, module, dtype)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(partial)
+    os.replace(partial, directory)
+    all_reduce_sum(torch.zeros(1, device=topology.device), topology)  # no rank reads it before it is there
+
+
+def checked(tensors: Iterator[tuple[str, Tensor]], shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+    """`tensors`, each compared with the shape that the model was built with; at the end, none may be missing."""
+    left = dict(shapes)
+    for name, tensor in tensors:
+        if tensor.shape != left.pop(name, None):
+            raise RuntimeError(f"{name} has shape {tuple(tensor.shape)}, the model's is {tuple(shapes.get(name, ()))}")
+        yield name, tensor
+    if left:
+        raise RuntimeError(f"{len(left)} tensors of the model are missing, among them {next(iter(left))}")
+
+
+def _write_tensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> torch.dtype:
+    """Write safetensors files of at most `SHARD_BYTES` (or one tensor) and their index; return the dtype."""
+    files: list[tuple[Path, list[str]]] = []
+    pending: dict[str, Tensor] = {}
+    total, size, dtype = 0, 0, torch.float32
+
+    def flush() -> None:
+        path = directory / f"part-{len(files)}.safetensors"
+        save_file(pending, path, metadata={"format": "pt"})
+        files.append((path, list(pending)))
+        pending.clear()
+
+    for name, tensor in tensors:
+        dtype = tensor.dtype if tensor.is_floating_point() else dtype
+        bytes_ = tensor.numel() * tensor.element_size()
+        if pending and size + bytes_ > SHARD_BYTES:
+            flush()
+            size = 0
+        pending[name] = tensor.contiguous()
+        size += bytes_
+        total += bytes_
+    flush()
+    if len(files) == 1:
+        files[0][0].rename(directory / "model.safetensors")
+        return dtype
+    weight_map: dict[str, str] = {}
+    for number, (path, names) in enumerate(files, start=1):
+        final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        path.rename(directory / final)
+        weight_map |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    return dtype
+
+
+def _write_config(directory: Path, module: Trainable, dtype: torch.dtype) -> None:
+    """config.json and generation_config.json of a Hugging Face model; another module has none."""
+    config = getattr(module, "config", None)
+    if config is None:
+        return
+    from transformers import GenerationConfig
+
+    config = copy.deepcopy(config)
+    config.architectures = [module.architecture]
+    config.dtype = dtype
+    config.save_pretrained(directory)
+    GenerationConfig.from_model_config(config).save_pretrained(directory)

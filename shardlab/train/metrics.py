@@ -1,0 +1,72 @@
+"""What a run says while it goes: `metrics.jsonl`, one JSON object per step, and a progress line for people."""
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+GiB = 1024**3
+PLAIN_SECONDS = 10.0  # between lines where the output is a log, not a terminal
+
+
+class MetricsFile:
+    """Appends rows to `metrics.jsonl`; each is on disk as far as the system is concerned when `write` returns."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Add one row. NaN and infinities become the strings "nan" and "inf": JSON has no numbers for them."""
+        self._file.write(json.dumps({key: spelled(value) for key, value in row.items()}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def spelled(value: Any) -> Any:
+    """`value`, or its name where it is a float that JSON has no number for."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Progress:
+    """A line that is rewritten on a terminal; in a log a line now and then, and always the first and the last."""
+
+    def __init__(self, steps: int, stream: TextIO | None = None):
+        self._steps = steps
+        self._stream = sys.stderr if stream is None else stream
+        self._terminal = self._stream.isatty()
+        self._started = time.monotonic()
+        self._said = -math.inf
+        self._first = True
+
+    def step(self, done: int, loss: float | None, tokens_per_second: float, peak_bytes: int) -> None:
+        """Say where the run is after `done` of its steps."""
+        now = time.monotonic()
+        last = done == self._steps
+        if not (self._terminal or self._first or last or now - self._said >= PLAIN_SECONDS):
+            return
+        self._said, self._first = now, False
+        left = (now - self._started) / done * (self._steps - done)
+        line = (
+            f"step {done}/{self._steps}  loss {'-' if loss is None else f'{loss:.4f}'}  "
+            f"{tokens_per_second:,.0f} tokens/s  peak {peak_bytes / GiB:.2f} GiB  {duration(left)} left"
+        )
+        end = "\n" if last or not self._terminal else ""
+        self._stream.write(f"\r\x1b[K{line}{end}" if self._terminal else f"{line}\n")
+        self._stream.flush()
+
+    def note(self, text: str) -> None:
+        """A line of its own."""
+        self._stream.write(f"\r\x1b[K{text}\n" if self._terminal else f"{text}\n")
+        self._stream.flush()
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds for people: "1:02:03", "2:03"."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,0 +1,198 @@
+"""`shardlab train`: a recipe and a directory -> a trained model, its metrics and its summary."""
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardlab import __version__
+from shardlab.data import PreparedData, WindowLoader, evaluation_batches, prepare_data
+from shardlab.errors import UserError
+from shardlab.model.build import build_model
+from shardlab.planner import describe
+from shardlab.recipe import Recipe, dump_recipe
+from shardlab.topology import Topology
+from shardlab.train.engine import Engine, StepResult
+from shardlab.train.metrics import MetricsFile, Progress, spelled
+
+WARM_STEPS = 2  # the first steps make optimizer state and warm caches: left out of the throughput
+
+
+def train(
+    recipe: Recipe, output: Path, *, world_size: int | None = None, say: Callable[[str], None] = print
+) -> dict[str, Any] | None:
+    """Train by `recipe` on the ranks of this job; the first rank returns the summary, as in `output`/summary.json.
+
+    Every rank calls this; the first one tells people what it does through `say`. Raises UserError for what the user can mend, before anything is written where possible.
+    """
+    engine = Engine.from_recipe(recipe, world_size=world_size)
+    main = engine.topology.is_main
+    data = prepare_data(recipe.data)
+    if main:
+        say(describe(engine.plan))
+    claim(output, engine.topology)
+    parameters = setup_from_recipe(engine, data)
+    if main:
+        say(f"{parameters / 1e6:.2f}M parameters; {data.train_tokens:,} tokens to train on")
+        (output / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+        _write_json(output / "plan.json", dataclasses.asdict(engine.plan))
+    run = _Run(engine, data, output)
+    run.loop()
+    engine.save(output / "model")
+    summary = run.summary() | {
+        "parameters": parameters,
+        "backend": engine.plan.backend,
+        "world_size": engine.plan.world_size,
+        "base_memory_bytes": per_rank(engine.base_bytes, engine.topology),
+        "peak_memory_bytes": per_rank(run.peak_bytes, engine.topology),
+        "model": "model",
+        "shardlab": __version__,
+    }
+    if main:
+        _write_json(output / "summary.json", summary)
+        say(f"model: {output / 'model'}\nmetrics: {output / 'metrics.jsonl'}\nsummary: {output / 'summary.json'}")
+    engine.close()
+    return summary if main else None
+
+
+def setup_from_recipe(engine: Engine, data: PreparedData) -> int:
+    """Build the recipe's model for the data's tokenizer and shard it. Returns its number of parameters."""
+    recipe, tokenizer = engine.recipe, data.tokenizer
+    model, weights = build_model(
+        recipe.model,
+        vocabulary=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        sequence_length=recipe.data.sequence_length,
+        seed=engine.plan.seed,
+    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine.setup(model, weights, recipe.train.optimizer, tokenizer)
+    return parameters
+
+
+def claim(output: Path, topology: Topology) -> None:
+    """Make the run's directory. Raises UserError on every rank if it holds anything: a run is never overwritten."""
+    taken = torch.zeros(1, device=topology.device)
+    if topology.is_main:
+        taken[0] = output.exists() and (not output.is_dir() or any(output.iterdir()))
+        if not taken[0]:
+            output.mkdir(parents=True, exist_ok=True)
+    if topology.world_size > 1:
+        dist.broadcast(taken, 0)
+    if taken[0]:
+        raise UserError(f"{output} holds another run; choose another --output, or remove it")
+
+
+def per_rank(value: int, topology: Topology) -> list[int]:
+    """`value` of each rank, on every rank."""
+    values = torch.zeros(topology.world_size, dtype=torch.int64, device=topology.device)
+    values[topology.rank] = value
+    if topology.world_size > 1:
+        dist.all_reduce(values)
+    return [int(value) for value in values]
+
+
+class _Run:
+    """The loop and what it keeps for the summary."""
+
+    def __init__(self, engine: Engine, data: PreparedData, output: Path):
+        self._engine = engine
+        self._data = data
+        self.peak_bytes = 0  # over the steps, not over building the model before or writing it after
+        self._main = engine.topology.is_main
+        self._metrics = MetricsFile(output / "metrics.jsonl") if self._main else None
+        self._rates: list[float] = []
+        self._losses: list[float | None] = []
+        self._evaluation: tuple[float, int] | None = None
+        self._seconds = 0.0
+
+    def loop(self) -> None:
+        """All steps, with evaluations between them and at the end."""
+        engine, train = self._engine, self._engine.recipe.train
+        plan, topology = engine.plan, engine.topology
+        loader = WindowLoader(
+            self._data.train,
+            global_batch_size=plan.global_batch_size,
+            micro_batch=plan.micro_batch,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            seed=plan.seed,
+            steps=train.steps,
+        )
+        progress = Progress(train.steps) if self._main else None
+        engine.meter.reset()
+        started = time.perf_counter()
+        try:
+            for done, window in enumerate(loader, start=1):
+                before = time.perf_counter()
+                result = engine.run(window)
+                self._record(done, result, time.perf_counter() - before, progress)
+                last = done == train.steps
+                if last or (train.evaluate_every is not None and done % train.evaluate_every == 0):
+                    self._evaluate(done, progress)
+        finally:
+            self._seconds = time.perf_counter() - started
+            self.peak_bytes = engine.meter.peak_bytes()
+            if self._metrics is not None:
+                self._metrics.close()
+
+    def _record(self, step: int, result: StepResult, seconds: float, progress: Progress | None) -> None:
+        rate = result.tokens / seconds
+        if step > WARM_STEPS or step == self._engine.recipe.train.steps:
+            self._rates.append(rate)
+        self._losses.append(result.loss)
+        if self._metrics is None or progress is None:
+            return
+        peak = self._engine.meter.peak_bytes()
+        self._metrics.write(
+            {
+                "step": step,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": result.learning_rate,
+                "tokens": result.tokens,
+                "skipped": result.skipped,
+                "nonfinite_steps": self._engine.nonfinite_steps,
+                "seconds": seconds,
+                "tokens_per_second": rate,
+                "peak_memory_bytes": peak,
+            }
+        )
+        progress.step(step, result.loss, rate, peak)
+
+    def _evaluate(self, step: int, progress: Progress | None) -> None:
+        if self._data.evaluation is None:
+            return
+        plan, topology = self._engine.plan, self._engine.topology
+        batches = evaluation_batches(
+            self._data.evaluation, micro_batch=plan.micro_batch, rank=topology.rank, world_size=topology.world_size
+        )
+        self._evaluation = self._engine.evaluate(batches)
+        if self._metrics is not None and progress is not None:
+            loss, tokens = self._evaluation
+            self._metrics.write({"step": step, "evaluation_loss": loss, "evaluation_tokens": tokens})
+            progress.note(f"step {step}  evaluation loss {loss:.4f} over {tokens:,} tokens")
+
+    def summary(self) -> dict[str, Any]:
+        """What the run came to."""
+        loss, tokens = self._evaluation if self._evaluation is not None else (None, 0)
+        return {
+            "steps": len(self._losses),
+            "applied": self._engine.applied,
+            "nonfinite_steps": self._engine.nonfinite_steps,
+            "loss": self._losses[-1],
+            "evaluation_loss": loss,
+            "evaluation_tokens": tokens,
+            "tokens_per_second": statistics.median(self._rates),
+            "seconds": self._seconds,
+        }
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps({key: spelled(value) for key, value in values.items()}, indent=1) + "\n")
