@@ -25,12 +25,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardlab.errors import UserError
-from shardlab.runtime.processes import Guard, end_groups, path_with_tools
+from shardlab.runtime.processes import Guard, end_sessions, path_with_tools
 
 SHM_COMM = "deepspeed_shm_comm"  # built at every first CPU start of DeepSpeed, unless `without_shm_comm` is called
 CPU_ADAM = "cpu_adam"  # DeepSpeedCPUAdam, for an optimizer that is offloaded
 
-_ABOUT = {SHM_COMM: "about 15 s", CPU_ADAM: "about a minute"}
+_ABOUT = {SHM_COMM: "about a minute"}
 _MARKER = "shardlab-built"  # in an extension's directory after a whole build; holds the library's path
 _POLL_SECONDS = 0.2
 
@@ -97,9 +97,9 @@ def without_shm_comm() -> None:
     """Tell DeepSpeed that this machine has no SHM_COMM, so that it neither builds nor loads it. Imports DeepSpeed.
 
     To be called before `deepspeed.init_distributed`. Only `inference_all_reduce` uses that extension, and training
-    never calls it; without it that one falls back to the process group. So ZeRO starts 15 seconds sooner, and without
-    a compiler, where DeepSpeed 0.19 otherwise raises in `init_distributed`. The table is the one by which DeepSpeed
-    itself leaves the extension out on systems other than Linux.
+    never calls it; without it that one falls back to the process group. So ZeRO's first start is a minute shorter, and
+    needs no compiler, without which DeepSpeed 0.19 raises in `init_distributed`. The table is the one by which
+    DeepSpeed itself leaves the extension out on systems other than Linux.
     """
     import deepspeed.ops
 
@@ -183,9 +183,7 @@ def _clear_lock(lock: Path, *, ours: bool, deadline: float) -> None:
                 f"if nothing builds DeepSpeed's extensions there any more, delete the file: rm '{lock}'"
             )
         if not announced:
-            _say(
-                f"waiting for {lock} (up to {deadline - started:.0f} s): DeepSpeed's extension is being built, it says"
-            )
+            _say(f"waiting up to {deadline - started:.0f} s for {lock}, which says that a build is under way")
             announced = True
         time.sleep(_POLL_SECONDS)
 
@@ -218,7 +216,7 @@ def _build(directory: Path, names: Sequence[str], deadline: float) -> None:
     log = directory / "build.log"
     command = [sys.executable, "-m", "shardlab.runtime.build_extensions", str(os.getpid()), _MARKER, *names]
     with log.open("wb") as output, Guard() as guard:
-        # A group of its own, so that the compilers go with it.
+        # A session of its own, so that the compilers go with it.
         builder = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
@@ -232,7 +230,7 @@ def _build(directory: Path, names: Sequence[str], deadline: float) -> None:
             ) from None
         finally:
             still_building = builder.poll() is None
-            end_groups([builder], grace_seconds=0.0)
+            end_sessions([builder], grace_seconds=0.0)
             if still_building:
                 for name in names:
                     (directory / name / "lock").unlink(missing_ok=True)  # its holder is dead by our hand

@@ -29,7 +29,7 @@ from shardlab.runtime.child import PARENT_VARIABLE, STACK_FILE, STACK_SIGNAL
 from shardlab.runtime.environment import child_environment
 from shardlab.runtime.extensions import prebuild
 from shardlab.runtime.failure import Ended, Report, describe, first_failure, read_report
-from shardlab.runtime.processes import Guard, adopted_orphans, end_groups
+from shardlab.runtime.processes import Guard, adopted_orphans, end_sessions
 from shardlab.topology import LAUNCHER_VARIABLE
 
 _FAILURE_GRACE_SECONDS = 4.0  # after a first failure nothing can be saved: peers get this long to tidy up
@@ -131,7 +131,7 @@ class _JobAgent(LocalElasticAgent):
         if failed and self.failure is None:
             self.failure = first_failure(failed)
             self.message = self._describe(self.failure, ended)
-            end_groups(list(self._ranks.values()), grace_seconds=_FAILURE_GRACE_SECONDS)
+            end_sessions(list(self._ranks.values()), grace_seconds=_FAILURE_GRACE_SECONDS)
         return super()._monitor_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
@@ -139,7 +139,7 @@ class _JobAgent(LocalElasticAgent):
         ranks = list(self._ranks.values())
         if any(process.poll() is None for process in ranks):
             _say_stopping(death_sig, self._stop_grace_seconds)
-        end_groups(ranks, first=death_sig, grace_seconds=self._stop_grace_seconds)
+        end_sessions(ranks, first=death_sig, grace_seconds=self._stop_grace_seconds)
         super()._shutdown(death_sig, timeout=1)
 
     def stopped_code(self, number: int) -> int:
@@ -167,7 +167,10 @@ class _JobAgent(LocalElasticAgent):
         return describe(first, ended, waiting, self._stacks(running) if collective else {})
 
     def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Where these ranks are in their program; "" for one that doesn't say, being frozen or not Python."""
+        """Where these ranks are in their program; "" for one that doesn't say.
+
+        A program that never called `run_rank` dies of the signal, a few seconds before it would anyway.
+        """
         for rank in ranks:
             self._ranks[rank].send_signal(STACK_SIGNAL)
         time.sleep(_STACK_SECONDS)

@@ -1,7 +1,7 @@
 """Processes that must not outlive the one that started them.
 
 Two means, because neither is enough: the kernel's parent-death signal is instant but reaches only the process that
-asked for it, and a small guard process reaches whole process groups (compilers, data workers).
+asked for it, and a small guard process reaches whole sessions (compilers, data workers).
 """
 
 import ctypes
@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+
+from shardlab.runtime.guard import kill_session
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl.h
 _POLL_SECONDS = 0.05
@@ -39,7 +41,7 @@ def _watch_parent(parent: int) -> None:
 
 @contextmanager
 def adopted_orphans() -> Iterator[None]:
-    """Become the parent of what our processes leave behind, so that `end_groups` sees it gone, not only signalled.
+    """Become the parent of what our processes leave behind, so that `end_sessions` sees it gone, not only signalled.
 
     Linux only; elsewhere init reaps orphans, in its own time.
     """
@@ -55,7 +57,7 @@ def adopted_orphans() -> Iterator[None]:
 
 
 class Guard:
-    """A process that kills the process groups it was told of, should this process die without closing it.
+    """A process that kills the sessions it was told of, should this process die without closing it.
 
     It learns of the death from the end of its standard input, which no signal can prevent; so it works for SIGKILL too.
     A `scratch` directory is then removed as well.
@@ -76,54 +78,48 @@ class Guard:
         self._process.kill()
         self._process.communicate()
 
-    def watch(self, groups: Iterable[int]) -> None:
-        """Add process groups (by their leaders' process ids)."""
+    def watch(self, leaders: Iterable[int]) -> None:
+        """Add sessions, by their leaders' process ids."""
         assert self._process.stdin is not None
-        self._process.stdin.write("".join(f"{group}\n" for group in groups))
+        self._process.stdin.write("".join(f"{leader}\n" for leader in leaders))
         self._process.stdin.flush()
 
 
-def end_groups(
-    processes: Sequence["subprocess.Popen[bytes]"],
+def end_sessions(
+    leaders: Sequence["subprocess.Popen[bytes]"],
     *,
     grace_seconds: float,
     first: signal.Signals = signal.SIGTERM,
 ) -> None:
-    """End processes, each the leader of its own group, and all that they started.
+    """End processes, each the leader of its own session, and all that they started.
 
-    Those that run get the signal `first` and `grace_seconds` to go; then every group is killed, also one whose leader
+    Those that run get the signal `first` and `grace_seconds` to go; then every session is killed, also one whose leader
     has gone. An exception (a second signal to this process) cuts the grace short. Returns when all have gone, but
     waits no more than a few seconds for one that the kernel can't end (a device that doesn't answer).
     """
     try:
-        for process in processes:
-            if process.poll() is None:
-                _signal_group(process.pid, first)
+        for leader in leaders:
+            if leader.poll() is None:
+                with suppress(ProcessLookupError, PermissionError):  # it ended this moment
+                    os.killpg(leader.pid, first)
         deadline = time.monotonic() + grace_seconds
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        while any(leader.poll() is None for leader in leaders) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
     finally:
-        for process in processes:
-            _signal_group(process.pid, signal.SIGKILL)
-        for process in processes:
+        killed = {pid for leader in leaders for pid in kill_session(leader.pid)}
+        for leader in leaders:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_KILL_SECONDS)
-            _reap_group(process.pid)
+                leader.wait(_KILL_SECONDS)
+        _reap(killed - {leader.pid for leader in leaders})
 
 
-def _reap_group(group: int) -> None:
-    """Reap those of the group that were left to us (see `adopted_orphans`)."""
+def _reap(pids: Iterable[int]) -> None:
+    """Reap those that were left to us (see `adopted_orphans`)."""
     deadline = time.monotonic() + _KILL_SECONDS
-    with suppress(ChildProcessError):  # none of them is ours, or no more
-        while time.monotonic() < deadline:
-            if os.waitpid(-group, os.WNOHANG) == (0, 0):
+    for pid in pids:
+        with suppress(ChildProcessError):  # not ours, or not any more
+            while os.waitpid(pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    # None of it is left; macOS calls it a lack of permission if only zombies are.
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
 
 
 def path_with_tools(path: str) -> str:
