@@ -26,7 +26,7 @@ CLEAN = (
     "OMP_",
 )
 
-SHOW = """
+SHOW = r"""
 import sys
 from shardlab.runtime.child import run_rank
 from shardlab.topology import Topology, check_collectives
