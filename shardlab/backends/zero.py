@@ -159,7 +159,10 @@ class ZeROBackend:
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """See `Backend.evaluate`."""
-        return sum_losses(self._engine, self._job.module, batches, self._job.topology)
+        totals = sum_losses(self._engine, self._job.module, batches, self._job.topology)
+        # No backward pass follows: what was gathered ahead for one would stay gathered, or in flight.
+        self._engine.empty_partition_cache()
+        return totals
 
     def unchanged_parameters(self) -> list[str]:
         """See `Backend.unchanged_parameters`."""
