@@ -13,11 +13,11 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch._inductor.compile_fx  # DeepSpeed imports it in its first step: 41 MiB of libraries, not of the model
 from deepspeed.utils import (
     safe_get_local_fp32_param,
     safe_get_local_optimizer_state,
     safe_set_local_fp32_param,
-    set_z3_leaf_modules,
 )
 from torch import Tensor, nn
 
@@ -36,8 +36,9 @@ from shardlab.backends.optimizer import build_optimizer, set_learning_rate
 from shardlab.backends.zero_config import deepspeed_config
 from shardlab.data.window import MicroBatch, Window
 from shardlab.model.deferred import Weights
-from shardlab.model.head import HeadLoss
 from shardlab.runtime.extensions import without_shm_comm
+
+_LINEAR = torch.nn.functional.linear  # stage 3 replaces it for the whole process
 
 
 class ZeROBackend:
@@ -80,8 +81,10 @@ class ZeROBackend:
             if self._stage == 3:
                 deepspeed.zero.Init(module=unit, config_dict_or_path=config)
         if self._stage == 3 and module.tail is not None:
-            # Norm and head are gathered once for all chunks, as one unit.
-            set_z3_leaf_modules(module, [HeadLoss])
+            # HeadLoss uses the head's tensors without calling the head: so they are gathered once, for all its chunks.
+            # (Not as a "leaf module": that reduces a tied head's gradient before the embedding has added its part.)
+            for parameter in module.tail.head.parameters():
+                deepspeed.zero.register_external_parameter(module.tail, parameter)
         move_buffers(module, self._device)
 
     @torch.no_grad()
@@ -183,6 +186,7 @@ class ZeROBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self._engine.destroy()
+        torch.nn.functional.linear = _LINEAR
 
 
 def _start_deepspeed(job: Job) -> None:

@@ -9,8 +9,10 @@ from shardlab.plan import Plan
 
 # Parameters below this many elements stay gathered on every rank (norms, biases): gathering one costs more than it saves.
 PERSISTENCE_THRESHOLD = 10_000
-# Gradients are reduced in buckets of about this many elements: as DDP's 25 MiB in fp32.
+# Gradients are reduced in buckets of at most this many elements (as DDP's 25 MiB in fp32), and in at least eight: DeepSpeed
+# allocates buckets whole, however small the model; a larger tensor is sent alone.
 BUCKET_ELEMENTS = 6_553_600
+FEWEST_BUCKETS = 8
 
 
 def deepspeed_config(plan: Plan, sizes: Sequence[int]) -> dict[str, Any]:
@@ -26,7 +28,7 @@ def deepspeed_config(plan: Plan, sizes: Sequence[int]) -> dict[str, Any]:
         "train_batch_size": plan.global_batch_size,
         # Always there: without the key DeepSpeed clips at 1.0.
         "gradient_clipping": 0.0 if plan.clip_grad_norm is None else plan.clip_grad_norm,
-        "zero_optimization": _zero(plan, stage, max(sizes)),
+        "zero_optimization": _zero(plan, stage, max(sizes), sum(sizes)),
         # Our optimizer, not DeepSpeed's: torch's fused AdamW gives the same update on every backend.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -40,23 +42,24 @@ def deepspeed_config(plan: Plan, sizes: Sequence[int]) -> dict[str, Any]:
     return config
 
 
-def _zero(plan: Plan, stage: int, largest: int) -> dict[str, Any]:
-    bucket = max(BUCKET_ELEMENTS, largest)
+def _zero(plan: Plan, stage: int, largest: int, total: int) -> dict[str, Any]:
+    bucket = min(BUCKET_ELEMENTS, total // FEWEST_BUCKETS)
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
-    pinned = torch.accelerator.is_available()
+    # Pinned memory and streams to overlap on are an accelerator's; on a CPU overlapping only costs a second bucket.
+    pinned = overlap = torch.accelerator.is_available()
     if plan.offload.optimizer == "cpu":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
     if stage < 3:
-        return zero | {"contiguous_gradients": True, "overlap_comm": stage == 2}
+        return zero | {"contiguous_gradients": True, "overlap_comm": overlap and stage == 2}
     if plan.offload.parameters == "cpu":
         zero["offload_param"] = {"device": "cpu", "pin_memory": pinned}
     return zero | {
         "contiguous_gradients": True,
-        "overlap_comm": True,
+        "overlap_comm": overlap,
         "stage3_param_persistence_threshold": PERSISTENCE_THRESHOLD,
-        "stage3_max_live_parameters": 2 * largest,
+        "stage3_max_live_parameters": largest + bucket,
         "stage3_max_reuse_distance": 0,
-        "stage3_prefetch_bucket_size": largest,
-        # torch frees what a linear layer saved as well; the replacement is global and outlives the engine.
-        "memory_efficient_linear": False,
+        "stage3_prefetch_bucket_size": bucket,
+        # torch's linear saves the gathered weight for its backward pass, and so keeps the whole model.
+        "memory_efficient_linear": True,
     }
