@@ -27,12 +27,19 @@ class Trainable(nn.Module):
 
     blocks: list[nn.Module]
     tail: HeadLoss | None
-    embedding: nn.Module | None = None  # the input embedding, where it is no part of another unit
     tied = False  # whether the head's weight is used in the body too
     random: StepRandom
     canonical: dict[str, str]  # this module's parameter names -> the names in the user's model; tied ones once
     shapes: dict[str, torch.Size]  # by the user's names, before anything was sharded
     architecture: str  # class name of the user's model
+
+    @property
+    def embedding(self) -> nn.Module | None:
+        """The input embedding, where it is no part of another unit.
+
+        A property: as an attribute it would be registered as one more child, and its parameters found under two names.
+        """
+        return None
 
     def named_trainables(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(the user's name, parameter) for each parameter that takes a gradient."""
@@ -97,9 +104,13 @@ class CausalLM(Trainable):
         self.tail = HeadLoss(norms, model.get_output_embeddings(), multiplier=multiplier, softcap=softcap)
         self.blocks = list(self._block_list())
         self.tied = any(parameter is self.tail.head.weight for parameter in self.body.parameters())
-        self.embedding = None if self.tied else self.body.get_input_embeddings()
         self.canonical = {name: by_identity[id(parameter)] for name, parameter in self.named_parameters()}
         self._finish(model, seed, recompute)
+
+    @property
+    def embedding(self) -> nn.Module | None:
+        """See `Trainable.embedding`."""
+        return None if self.tied else self.body.get_input_embeddings()
 
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The last block's output, (batch, sequence, hidden)."""
