@@ -146,8 +146,8 @@ def evaluate(
     from shardlab.recipe import DataSection
     from shardlab.train.evaluate import evaluate_directory
 
-    held_out = {"files": files, "evaluation_files": files} if files else {}
-    data = DataSection(tokenizer=str(directory), sequence_length=sequence_length, **held_out)
+    given = tuple(files or ())
+    data = DataSection(files=given, evaluation_files=given, tokenizer=str(directory), sequence_length=sequence_length)
     result = evaluate_directory(directory, data)
     text = "loss {loss:.4f}  perplexity {perplexity:.2f}  over {tokens:,} tokens".format(**result)
     typer.echo(json.dumps(result) if as_json else text)

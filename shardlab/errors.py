@@ -12,4 +12,4 @@ class ExitCode(IntEnum):
 
 
 class UserError(Exception):
-    """Something the user can mend: one line saying what is wrong, where, and what to do. Ends the program with exit code 2."""
+    """What the user can mend: one line says what is wrong, where, and what to do. Ends the program with code 2."""

@@ -1,7 +1,7 @@
 """What every backend does: the protocol, and the few steps that all of them share.
 
-DeepSpeed clips, steps and zeroes in one call, streaming owns forward and backward: so the protocol is a whole window, not
-backward-clip-step. The rules that make the loss the same everywhere are kept here:
+DeepSpeed clips, steps and zeroes in one call, streaming owns forward and backward: so the protocol is a whole window,
+not backward-clip-step. The rules that make the loss the same everywhere are kept here:
 
 - a micro-batch's objective is (sum of its token losses) / (valid tokens of the global batch); gradients are summed over
   micro-batches and ranks, never averaged;

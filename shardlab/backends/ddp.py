@@ -1,8 +1,8 @@
 """Every rank holds the whole model; gradients are summed over ranks. One process is this backend with one rank.
 
-torch's DistributedDataParallel is not used: it can't accumulate and reduce the gradients of bf16 weights in fp32. Gradients
-live in flat fp32 buckets from the start (each parameter's gradient is a view), the weights that compute may be bf16, and
-a bucket is sent as soon as the last micro-batch's backward pass has filled it.
+torch's DistributedDataParallel is not used: it can't accumulate and reduce the gradients of bf16 weights in fp32.
+Gradients live in flat fp32 buckets from the start (each parameter's gradient is a view), the weights that compute may
+be bf16, and a bucket is sent as soon as the last micro-batch's backward pass has filled it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -51,11 +51,13 @@ class DDPBackend:
         self._masters = masters
         self._names = names
         self._buckets = GradientBuckets(self._weights, masters, job.topology.world_size, self._device)
-        # A head that nothing else uses has all its gradient after the forward pass; a tied one arrives with the embedding.
-        self._direct_head: nn.Parameter | None = None
+        # A head that nothing else uses has all its gradient after the forward pass; a tied one arrives with the
+        # embedding.
+        self._direct_head: Tensor | None = None
         if module.tail is not None and module.tail.head.weight.requires_grad:
-            module.tail.weight_gradient = self._buckets.gradient(module.tail.head.weight)
-            self._direct_head = None if module.tied else module.tail.head.weight
+            head = module.tail.head.weight
+            module.tail.weight_gradient = self._buckets.gradient(head)
+            self._direct_head = None if module.tied else head
         self.optimizer: Optimizer = build_optimizer(job.optimizer, zip(names, masters, strict=True))
         self._unchanged: list[str] | None = None
 
@@ -105,7 +107,7 @@ class DDPBackend:
             ]
         if self._mixed:
             with torch.no_grad():
-                torch._foreach_copy_(self._weights, self._masters)
+                torch._foreach_copy_([*self._weights], [*self._masters])
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """See `Backend.evaluate`."""
@@ -143,9 +145,7 @@ class GradientBuckets:
     `masters[i].grad` and the gradient that autograd adds to for `weights[i]` are the same view of a bucket.
     """
 
-    def __init__(
-        self, weights: list[nn.Parameter], masters: list[nn.Parameter], world_size: int, device: torch.device
-    ):
+    def __init__(self, weights: list[nn.Parameter], masters: list[nn.Parameter], world_size: int, device: torch.device):
         self.flats: list[Tensor] = []
         self.gradients: list[Tensor] = [torch.empty(0)] * len(weights)
         self.sync = False  # whether the backward pass under way is the window's last
@@ -175,7 +175,7 @@ class GradientBuckets:
         self.flats.append(flat)
         self._waiting.append(set(members))
 
-    def gradient(self, weight: nn.Parameter) -> Tensor:
+    def gradient(self, weight: Tensor) -> Tensor:
         """The fp32 buffer that `weight`'s gradient is added up in, shaped like it."""
         return self.gradients[self._index[id(weight)]]
 

@@ -134,8 +134,9 @@ class FSDPBackend:
         self._reshard()
         dtype = torch.bfloat16 if self._job.plan.precision == "bf16" else torch.float32
         for name, parameter in self._job.module.named_canonical():
-            assert isinstance(parameter, DTensor)
-            whole = parameter.detach().to(self._device).full_tensor().cpu()
+            sharded = parameter.detach().to(self._device)
+            assert isinstance(sharded, DTensor)
+            whole = sharded.full_tensor().cpu()
             yield name, whole.to(dtype) if whole.is_floating_point() else whole
 
     def _reshard(self) -> None:
@@ -157,11 +158,11 @@ def _local(tensor: Tensor | None) -> Tensor:
 
 
 def _offload_policy(plan: Plan) -> OffloadPolicy:
-    """Raises UserError for what FSDP2 can't do: it moves parameters, gradients and optimizer state together or not at all."""
+    """Raises UserError where parameters and optimizer state are not together: FSDP2 moves all of them or none."""
     if plan.offload.parameters != plan.offload.optimizer:
         raise UserError(
             "shard.offload: fsdp moves parameters and optimizer state together; set both offload.parameters and "
-            f"offload.optimizer to cpu, or both to none (they are {plan.offload.parameters} and {plan.offload.optimizer})"
+            f"offload.optimizer to cpu, or both to none (now {plan.offload.parameters} and {plan.offload.optimizer})"
         )
     if plan.offload.parameters == "none":
         return OffloadPolicy()

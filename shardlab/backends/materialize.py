@@ -10,7 +10,9 @@ from shardlab.model.trainable import Trainable
 class Materializer:
     """Gives parameters their initial values, each tied one once, whatever the order of the units."""
 
-    def __init__(self, trainable: Trainable, weights: Weights, device: torch.device, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, trainable: Trainable, weights: Weights, device: torch.device, dtype: torch.dtype = torch.float32
+    ):
         self._weights = weights
         self._device = device
         self._dtype = dtype

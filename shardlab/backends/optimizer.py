@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,14 +73,20 @@ def like(optimizer: Optimizer, model: nn.Module) -> OptimizerFactory:
             "before prepare; or freeze them"
         )
     options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    kind, peak = type(optimizer), float(optimizer.defaults["lr"])
+    kind: Any = type(optimizer)
+    peak = float(optimizer.defaults["lr"])
 
     def build(named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
         parameters = dict(named)
         groups = [
-            {**group, "params": [parameters[name] for name in members if name in parameters], "lr_scale": group["lr"] / peak}
+            {
+                **group,
+                "params": [parameters[name] for name in members if name in parameters],
+                "lr_scale": group["lr"] / peak,
+            }
             for group, members in zip(options, held, strict=True)
         ]
-        return kind([group for group in groups if group["params"]])
+        built: Optimizer = kind([group for group in groups if group["params"]])
+        return built
 
     return build

@@ -1,8 +1,8 @@
 """DeepSpeed ZeRO: stage 1 shards optimizer state, stage 2 gradients too, stage 3 parameters too.
 
-The engine is made by `deepspeed.initialize` from a config that is written out whole (`zero_config`): what DeepSpeed is not
-told it decides by itself, clipping included. Accelerate's plugin is left out, because on CPU it reports one process on
-every rank and exchanges the optimizer (see docs/decisions.md).
+The engine is made by `deepspeed.initialize` from a config that is written out whole (`zero_config`): what DeepSpeed
+is not told it decides by itself, clipping included. Accelerate's plugin is left out, because on CPU it reports one
+process on every rank and exchanges the optimizer (see docs/decisions.md).
 """
 
 import contextlib
@@ -90,6 +90,7 @@ class ZeROBackend:
     @torch.no_grad()
     def _write_masters(self, weights: Weights) -> None:
         """Give the fp32 masters their initial values' own digits: DeepSpeed has made them from the bf16 weights."""
+        parameter: Any  # DeepSpeed hangs attributes of its own on each
         for name, parameter in self._job.module.named_trainables():
             if self._stage == 3:
                 part = parameter.ds_tensor.ds_numel
@@ -125,6 +126,7 @@ class ZeROBackend:
 
     def _local_masters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """(name, this rank's part of the fp32 master, of the first moment if there is one) where it has a part."""
+        parameter: Any
         for name, parameter in self._job.module.named_trainables():
             if self._stage == 3:
                 try:

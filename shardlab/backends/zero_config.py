@@ -7,10 +7,11 @@ import torch
 
 from shardlab.plan import Plan
 
-# Parameters below this many elements stay gathered on every rank (norms, biases): gathering one costs more than it saves.
+# Parameters below this many elements stay gathered on every rank (norms, biases): gathering one costs more than it
+# saves.
 PERSISTENCE_THRESHOLD = 10_000
-# Gradients are reduced in buckets of at most this many elements (as DDP's 25 MiB in fp32), and in at least eight: DeepSpeed
-# allocates buckets whole, however small the model; a larger tensor is sent alone.
+# Gradients are reduced in buckets of at most this many elements (as DDP's 25 MiB in fp32), and in at least eight:
+# DeepSpeed allocates buckets whole, however small the model; a larger tensor is sent alone.
 BUCKET_ELEMENTS = 6_553_600
 FEWEST_BUCKETS = 8
 

@@ -1,4 +1,4 @@
-"""The model that a recipe asks for: its architecture with parameters on the meta device, and where their values come from."""
+"""The model that a recipe asks for: its parameters on the meta device, and where their values come from."""
 
 import importlib
 import json
@@ -50,7 +50,9 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
     for pattern in patterns:
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
-            raise UserError(f"model.freeze: {pattern!r} matches no tensor; tensors are named like {next(iter(names))!r}")
+            raise UserError(
+                f"model.freeze: {pattern!r} matches no tensor; tensors are named like {next(iter(names))!r}"
+            )
         for name in matched:
             names[name].requires_grad_(False)
 

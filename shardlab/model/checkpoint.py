@@ -17,7 +17,9 @@ class DirectoryWeights:
     Rows that the file lacks (a vocabulary enlarged since) come from `fresh`.
     """
 
-    def __init__(self, files: dict[str, Path], stored_names: dict[str, str], shapes: dict[str, torch.Size], fresh: Weights):
+    def __init__(
+        self, files: dict[str, Path], stored_names: dict[str, str], shapes: dict[str, torch.Size], fresh: Weights
+    ):
         self._files = files
         self._stored_names = stored_names
         self._shapes = shapes
@@ -95,7 +97,9 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 def _check_tie(directory: Path, files: dict[str, Path], found: list[str]) -> None:
     """A file may hold a tied tensor under both names; then they must be equal."""
-    reference = _read(files[found[0]], found[0]) if len(found) > 1 else None
+    if len(found) == 1:
+        return
+    reference = _read(files[found[0]], found[0])
     for other in found[1:]:
         difference = (reference - _read(files[other], other)).abs().max().item()
         if difference > 0:

@@ -2,9 +2,9 @@
 
 A module is constructed with its parameters on the meta device while every in-place operation on them is recorded
 (`normal_`, `zero_`, a row set to zero, ...). A parameter is later made alone by replaying its own operations with a
-generator seeded by its name. So initial weights do not depend on the backend, the world size or the order, each rank can
-make its shards one tensor at a time, and whatever rule a model's code has for its weights holds without being known here.
-Buffers are computed for real by the model's own constructor, so they are right on every rank.
+generator seeded by its name. So initial weights do not depend on the backend, the world size or the order, each rank
+can make its shards one tensor at a time, and whatever rule a model's code has for its weights holds without being
+known here. Buffers are computed for real by the model's own constructor, so they are right on every rank.
 """
 
 from collections import defaultdict
@@ -71,9 +71,12 @@ class _Recorder(TorchDispatchMode):
                 self.unknown.add(key)
             else:
                 operation = _Operation(
-                    func, tuple(target.size()), target.stride(), target.storage_offset(), args[1:], kwargs
+                    func, tuple(target.size()), target.stride(), int(target.storage_offset()), args[1:], kwargs
                 )
-                if func._schema.name.split("::")[1] in _OVERWRITES and target.numel() * target.element_size() == storage.nbytes():
+                if (
+                    func._schema.name.split("::")[1] in _OVERWRITES
+                    and target.numel() * target.element_size() == storage.nbytes()
+                ):
                     self.operations[key].clear()
                     self.unknown.discard(key)
                 self.operations[key].append(operation)
@@ -83,7 +86,9 @@ class _Recorder(TorchDispatchMode):
 class DeferredWeights:
     """Initial values made by replaying what a module's own code did to its meta parameters."""
 
-    def __init__(self, seed: int, shapes: dict[str, tuple[torch.Size, torch.dtype]], programs: dict[str, list[_Operation]]):
+    def __init__(
+        self, seed: int, shapes: dict[str, tuple[torch.Size, torch.dtype]], programs: dict[str, list[_Operation]]
+    ):
         self._seed = seed
         self._shapes = shapes
         self._programs = programs
@@ -116,7 +121,8 @@ def build_deferred(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module
     """Construct a module and the source of its initial weights.
 
     Returns the module with its parameters on the meta device where every one of them can be made by replay. Where one
-    can't (its values come from arithmetic outside an initialiser), the module is built for real, on the CPU, from `seed`.
+    can't (its values come from arithmetic outside an initialiser), the module is built for real, on the CPU, from
+    `seed`.
     """
     recorder = _Recorder()
     with _fixed_generator(seed), _meta_parameters(), recorder:
@@ -152,7 +158,8 @@ def _fixed_generator(seed: int) -> Iterator[None]:
 def _meta_parameters() -> Iterator[None]:
     """Put each parameter on the meta device as it is registered; buffers stay real.
 
-    Accelerate's `init_empty_weights` does the same but makes a new parameter at each registration, which unties tied ones.
+    Accelerate's `init_empty_weights` does the same but makes a new parameter at each registration, which unties tied
+    ones.
     """
     register = nn.Module.register_parameter
 
@@ -161,7 +168,7 @@ def _meta_parameters() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

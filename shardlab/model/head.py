@@ -1,8 +1,8 @@
 """HeadLoss: final norm, head and cross-entropy as one module and one shard unit.
 
 The logits of a step can be its largest tensor (tokens x vocabulary). Here they never exist whole: the loss loops over
-chunks of tokens, and since the denominator is known before the first backward pass, the gradient of a chunk is made while
-its logits are still there. The backward pass only hands out what the forward pass left.
+chunks of tokens, and since the denominator is known before the first backward pass, the gradient of a chunk is made
+while its logits are still there. The backward pass only hands out what the forward pass left.
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ CHUNK_TOKENS = 256  # below this the head's matrix product loses speed (see docs
 class HeadLoss(nn.Module):
     """Summed cross-entropy of next tokens, divided by a denominator given from outside.
 
-    `norms` are applied to the hidden states in order, then `head` (a linear layer, possibly tied to the embedding), then
-    `logits * multiplier`, then `softcap * tanh(logits / softcap)` where the model has one.
+    `norms` are applied to the hidden states in order, then `head` (a linear layer, possibly tied to the embedding),
+    then `logits * multiplier`, then `softcap * tanh(logits / softcap)` where the model has one.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class HeadLoss(nn.Module):
         self.multiplier = multiplier
         self.softcap = softcap
         self.chunk_tokens = chunk_tokens
-        # A backend that keeps gradients in buffers of its own sets this: the head's gradient is then added straight into
-        # it, instead of being made whole and handed to autograd. (vocabulary, hidden), fp32.
+        # A backend that keeps gradients in buffers of its own sets this: the head's gradient is then added straight
+        # into it, instead of being made whole and handed to autograd. (vocabulary, hidden), fp32.
         self.weight_gradient: Tensor | None = None
 
     def forward(self, hidden: Tensor, targets: Tensor, denominator: float) -> Tensor:
         """Sum of the valid targets' losses / `denominator`, a scalar in fp32.
 
-        `hidden` is (batch, sequence, hidden size), the last block's output; `targets` (batch, sequence), `IGNORED` where
-        not counted.
+        `hidden` is (batch, sequence, hidden size), the last block's output; `targets` (batch, sequence), `IGNORED`
+        where not counted.
         """
         for norm in self.norms:
             hidden = norm(hidden)

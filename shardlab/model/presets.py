@@ -1,4 +1,4 @@
-"""Llama-like models by size, for a start without a config file. Parameters counted with the vocabulary in parentheses."""
+"""Llama-like models by size. Parameters are counted with the vocabulary in parentheses."""
 
 from typing import Any
 

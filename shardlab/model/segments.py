@@ -1,9 +1,9 @@
 """Take any Hugging Face decoder apart: embedding, blocks, head; no code per family.
 
 What the parts are is found by running the model's own forward pass on the meta device and watching which module calls
-which: the blocks are the largest list of equal modules, the tail is every leaf called after the last block. Families that
-give each layer another mask, or position embeddings made outside the layers, need nothing special: `capture` records the
-arguments that the model's own forward gives to each block.
+which: the blocks are the largest list of equal modules, the tail is every leaf called after the last block. Families
+that give each layer another mask, or position embeddings made outside the layers, need nothing special: `capture`
+records the arguments that the model's own forward gives to each block.
 """
 
 import copy
@@ -30,13 +30,15 @@ class Anatomy:
     body: str  # the base model: embedding, blocks, and what else stands before the head
     blocks: str  # the list of blocks
     tail: tuple[str, ...]  # leaf modules called between the last block and the head, in order
-    tuple_output: int | None  # a block returns a tuple of this length whose first item is the hidden state; None: a tensor
+    tuple_output: (
+        int | None
+    )  # a block returns a tuple of this length whose first item is the hidden state; None: a tensor
 
 
 def dissect(model: nn.Module) -> Anatomy:
     """Find the parts of a causal language model. Raises UserError if it has no list of blocks or no linear head."""
     blocks_name, blocks = _largest_list(model)
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = output_embeddings(model)
     body_name = getattr(model, "base_model_prefix", "")
     if not isinstance(head, nn.Linear) or not hasattr(model, body_name):
         raise UserError(
@@ -69,6 +71,13 @@ def dissect(model: nn.Module) -> Anatomy:
     return Anatomy(body_name, blocks_name, tuple(after), len(output) if isinstance(output, tuple) else None)
 
 
+def output_embeddings(model: nn.Module) -> nn.Module | None:
+    """The head of a Hugging Face model; None where it has none, or is of another kind."""
+    getter: Any = getattr(model, "get_output_embeddings", None)
+    head: nn.Module | None = getter() if getter is not None else None
+    return head
+
+
 def output_transform(config: Any) -> tuple[float, float | None]:
     """(multiplier, softcap) that a model applies to its head's output. Raises UserError for a rule not known here."""
     multiplier = 1.0
@@ -78,7 +87,9 @@ def output_transform(config: Any) -> tuple[float, float | None]:
         if name in _MULTIPLIERS:
             multiplier *= _MULTIPLIERS[name](value)
         elif value not in (0, 1):
-            raise UserError(f"this model's config changes its logits by `{name}: {value}`, which shardlab does not know")
+            raise UserError(
+                f"this model's config changes its logits by `{name}: {value}`, which shardlab does not know"
+            )
     return multiplier, getattr(config, _SOFTCAP, None)
 
 
@@ -127,9 +138,9 @@ def capture(body: nn.Module, blocks: nn.ModuleList, tuple_output: int | None, in
     originals = [block.forward for block in blocks]
     try:
         for block in blocks:
-            block.forward = stand_in  # type: ignore[method-assign]
+            block.forward = stand_in
         body(**inputs, use_cache=False)
     finally:
         for block, forward in zip(blocks, originals, strict=True):
-            block.forward = forward  # type: ignore[method-assign]
+            block.forward = forward
     return Capture(calls[0][0], tuple(call for _, call in calls))

@@ -1,7 +1,8 @@
 """What a backend trains: a module that maps a micro-batch to its share of the step's loss.
 
-`CausalLM` wraps a Hugging Face decoder (its own forward up to the last block, then `HeadLoss`); `Summed` wraps any other
-module that brings its own summed loss and count. Both seed each segment's random numbers and recompute by policy.
+`CausalLM` wraps a Hugging Face decoder (its own forward up to the last block, then `HeadLoss`); `Summed` wraps any
+other module that brings its own summed loss and count. Both seed each segment's random numbers and recompute by
+policy.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardlab.model.head import HeadLoss
 from shardlab.model.randomness import StepRandom
-from shardlab.model.segments import Anatomy, Capture, capture, dissect, output_transform
+from shardlab.model.segments import Anatomy, Capture, capture, dissect, output_embeddings, output_transform
 
 Recompute = Literal["none", "full"]
 
@@ -21,8 +22,9 @@ Recompute = Literal["none", "full"]
 class Trainable(nn.Module):
     """The module that backends shard and run.
 
-    `forward(batch, denominator)` returns (sum of losses / denominator), a scalar; its gradient, summed over micro-batches
-    and ranks, is the step's gradient. `blocks` are the units of sharding and recompute, `tail` the last unit, if any.
+    `forward(batch, denominator)` returns (sum of losses / denominator), a scalar; its gradient, summed over
+    micro-batches and ranks, is the step's gradient. `blocks` are the units of sharding and recompute, `tail` the last
+    unit, if any.
     """
 
     blocks: list[nn.Module]
@@ -58,14 +60,14 @@ class Trainable(nn.Module):
         self.shapes = {name: parameter.shape for name, parameter in self.named_canonical()}
         self.random = StepRandom(seed)
         for index, block in enumerate(self.blocks, start=1):
-            block.forward = _BlockForward(block.forward, self.random, index, recompute)  # type: ignore[method-assign]
+            block.forward = _BlockForward(block.forward, self.random, index, recompute)
 
 
 class _BlockForward:
     """A block's forward that seeds its random numbers, and drops its activations for recompute where asked.
 
-    The seeding is inside what is recomputed, so the recomputed dropout masks are the same. It stands inside the module's
-    own hooks, so a sharding backend's gathers surround it in forward and recompute alike.
+    The seeding is inside what is recomputed, so the recomputed dropout masks are the same. It stands inside the
+    module's own hooks, so a sharding backend's gathers surround it in forward and recompute alike.
     """
 
     def __init__(self, forward: Any, random: StepRandom, index: int, recompute: Recompute):
@@ -101,7 +103,9 @@ class CausalLM(Trainable):
         for name in anatomy.tail:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, nn.Identity())
-        self.tail = HeadLoss(norms, model.get_output_embeddings(), multiplier=multiplier, softcap=softcap)
+        head = output_embeddings(model)
+        assert isinstance(head, nn.Linear)
+        self.tail: HeadLoss = HeadLoss(norms, head, multiplier=multiplier, softcap=softcap)
         self.blocks = list(self._block_list())
         self.tied = any(parameter is self.tail.head.weight for parameter in self.body.parameters())
         self.canonical = {name: by_identity[id(parameter)] for name, parameter in self.named_parameters()}

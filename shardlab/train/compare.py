@@ -18,7 +18,7 @@ MiB = 1024**2
 
 @dataclass(frozen=True)
 class Row:
-    """One run beside the first one, on one process. Memory in bytes: the largest over the ranks, above the libraries'."""
+    """One run beside the first, on one process. Memory in bytes: the largest over the ranks, above the libraries'."""
 
     label: str
     world_size: int

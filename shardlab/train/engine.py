@@ -116,7 +116,8 @@ class Engine:
 
         The optimizer that comes back is of the given one's kind, options and groups, over the sharded parameters; the
         given one is emptied, for it would hold tensors that are no longer trained. The rate follows the recipe's
-        schedule, its peak being the given optimizer's. `loader` yields this rank's batches (`input_ids` and `labels` as for transformers).
+        schedule, its peak being the given optimizer's. `loader` yields this rank's batches (`input_ids` and `labels`
+        as for transformers).
         """
         settings = like(optimizer, model)
         self._peak = float(optimizer.defaults["lr"])
@@ -195,4 +196,3 @@ class Engine:
     def close(self) -> None:
         """Release the backend."""
         self._backend.close()
-

@@ -60,8 +60,6 @@ def generate(directory: Path, prompt: str, *, new_tokens: int, temperature: floa
         raise UserError("the prompt is empty: give at least one character with --prompt")
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    output = model.generate(
-        **inputs, max_new_tokens=new_tokens, pad_token_id=tokenizer.eos_token_id, **sampling
-    )
+    output = model.generate(**inputs, max_new_tokens=new_tokens, pad_token_id=tokenizer.eos_token_id, **sampling)
     text: str = tokenizer.decode(output[0], skip_special_tokens=True)
     return text

@@ -1,7 +1,7 @@
 """Measured peaks of memory.
 
-On an accelerator: what its allocator handed out. On a CPU: anonymous and shared pages of the process, which is what runs
-out; pages of mapped files (libraries, tokenised text) can be dropped by the kernel and do not count.
+On an accelerator: what its allocator handed out. On a CPU: anonymous and shared pages of the process, which is what
+runs out; pages of mapped files (libraries, tokenised text) can be dropped by the kernel and do not count.
 """
 
 from pathlib import Path

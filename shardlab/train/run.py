@@ -29,7 +29,8 @@ def train(
 ) -> dict[str, Any] | None:
     """Train by `recipe` on the ranks of this job; the first rank returns the summary, as in `output`/summary.json.
 
-    Every rank calls this; the first one tells people what it does through `say`. Raises UserError for what the user can mend, before anything is written where possible.
+    Every rank calls this; the first one tells people what it does through `say`. Raises UserError for what the user
+    can mend, before anything is written where possible.
     """
     engine = Engine.from_recipe(recipe, world_size=world_size)
     main = engine.topology.is_main
