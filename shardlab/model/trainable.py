@@ -54,6 +54,13 @@ class Trainable(nn.Module):
         for name, parameter in self.named_parameters():
             yield self.canonical[name], parameter
 
+    def check_tie(self) -> None:
+        """Raises RuntimeError where wrapping has made two tensors of a tied head and embedding."""
+        if self.tied and self.tail is not None:
+            head = self.tail.head.weight
+            if not any(parameter is head for name, parameter in self.named_parameters() if "tail." not in name):
+                raise RuntimeError("sharding has untied the head from the embedding: they would drift apart")
+
     def _finish(self, model: nn.Module, seed: int, recompute: Recompute) -> None:
         """The last step of every constructor."""
         self.architecture = type(model).__name__

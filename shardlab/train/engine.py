@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardlab.backends import Job, make_backend
-from shardlab.backends.base import OptimizerSettings, all_reduce_sum
+from shardlab.backends.base import OptimizerSettings, all_reduce_sum, fingerprint
 from shardlab.backends.optimizer import like
 from shardlab.data import MicroBatch, Window, windows_from_batches
 from shardlab.errors import UserError
@@ -108,6 +109,19 @@ class Engine:
         self._backend = make_backend(self.plan)
         self.base_bytes = self.meter.current_bytes()  # the libraries, before the model
         self._backend.prepare(Job(self.module, self.plan, optimizer, self.topology), weights)
+        self.module.check_tie()
+        self._check_buffers()
+
+    def _check_buffers(self) -> None:
+        """Rotary frequencies and the like are computed on every rank: one that differs would be wrong in silence."""
+        names = [name for name, _ in self.module.named_buffers()]
+        prints = torch.tensor([fingerprint(buffer) for _, buffer in self.module.named_buffers()], dtype=torch.float64)
+        mine = prints.to(self.topology.device)
+        mean = all_reduce_sum(mine.clone(), self.topology) / self.topology.world_size
+        unlike = (mine != mean).to(torch.float64)
+        for name, ranks in zip(names, all_reduce_sum(unlike, self.topology).tolist(), strict=True):
+            if ranks:
+                raise RuntimeError(f"the buffer {name} is not the same on all ranks")
 
     def prepare(
         self, model: nn.Module, optimizer: Optimizer, loader: Iterable[Mapping[str, Tensor]]
