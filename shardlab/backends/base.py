@@ -141,11 +141,13 @@ def count_targets(tensors: Mapping[str, Tensor]) -> Tensor:
     return (tensors["targets"] >= 0).sum()
 
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def fingerprint(tensor: Tensor) -> int:
     """A number that changes when any bit of `tensor` does (with probability close to 1); no copy is made."""
     words = tensor.detach().contiguous().view(-1)
-    words = words.view(torch.int32) if words.element_size() == 4 else words.view(torch.int16)
-    return int(words.sum(dtype=torch.int64))
+    return int(words.view(_WORDS[words.element_size()]).sum(dtype=torch.int64))
 
 
 def ensure_process_group(topology: Topology) -> None:

@@ -117,8 +117,8 @@ class Engine:
         names = [name for name, _ in self.module.named_buffers()]
         prints = torch.tensor([fingerprint(buffer) for _, buffer in self.module.named_buffers()], dtype=torch.float64)
         mine = prints.to(self.topology.device)
-        mean = all_reduce_sum(mine.clone(), self.topology) / self.topology.world_size
-        unlike = (mine != mean).to(torch.float64)
+        first = all_reduce_sum(mine * self.topology.is_main, self.topology)
+        unlike = (mine != first).to(torch.float64)
         for name, ranks in zip(names, all_reduce_sum(unlike, self.topology).tolist(), strict=True):
             if ranks:
                 raise RuntimeError(f"the buffer {name} is not the same on all ranks")
