@@ -1,4 +1,4 @@
-"""Write docs/recipe.md from the recipe's own fields, so that the reference can't drift: python docs/generate_recipe.py"""
+"""Write docs/recipe.md from the recipe's own fields, so that it can't drift: python docs/generate_recipe.py"""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def page() -> str:
 
 
 def rows(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """(dotted key, default, meaning) of each key, alternatives of a section (optimizers, schedules) one after another."""
+    """(dotted key, default, meaning) of each key; a section's alternatives (optimizers, schedules) one by one."""
     for name, field in section.model_fields.items():
         kinds = list(_sections(field.annotation))
         if not kinds:

@@ -257,7 +257,7 @@ class ShardSection(Section):
     """How the job is laid out over the ranks. Nothing here changes what is learned."""
 
     backend: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp"] = "auto"
-    """ddp: whole model on each rank; zero1, 2, 3 (DeepSpeed), fsdp (FSDP2): sharded. auto: ddp on one rank, else fsdp."""
+    """ddp: the model whole on each rank; zero1, zero2, zero3, fsdp: sharded. auto: ddp on one rank, else fsdp."""
     micro_batch: PositiveInt | Literal["auto"] = "auto"
     """Sequences in one forward and backward; accumulation follows: global_batch_size / (micro_batch x world size)."""
     world_size: PositiveInt | None = None
