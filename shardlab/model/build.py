@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from shardlab.errors import UserError
 from shardlab.model.checkpoint import directory_weights
@@ -58,32 +59,46 @@ def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def _config(section: ModelSection, vocabulary: int, eos_token_id: int | None) -> PretrainedConfig:
-    if section.path is not None:
-        if not Path(section.path, "config.json").is_file():
-            raise UserError(f"model.path: {section.path} is not a Hugging Face model directory: it has no config.json")
-        return AutoConfig.from_pretrained(section.path)
-    if section.config is not None:
-        values = _read_config(Path(section.config))
-    else:
-        assert section.preset is not None
+    if section.preset is not None:
         rounded = -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         values = COMMON | PRESETS[section.preset] | {"vocab_size": rounded}
-    # Fresh weights go with our tokenizer: a family's default ids would point outside its vocabulary.
-    values = {"bos_token_id": None, "eos_token_id": eos_token_id} | values
-    return AutoConfig.for_model(**values)
+        return AutoConfig.for_model(**_own_tokens(values, eos_token_id))
+    key, file = ("model.config", section.config) if section.path is None else ("model.path", section.path)
+    path = Path(file or "")
+    if section.path is not None:
+        path /= "config.json"
+        if not path.is_file():
+            raise UserError(f"model.path: {section.path} is not a Hugging Face model directory: it has no config.json")
+    values = _read_config(key, path)
+    try:
+        if section.path is not None:
+            config = AutoConfig.from_pretrained(section.path)
+        else:
+            config = AutoConfig.for_model(**_own_tokens(values, eos_token_id))
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise UserError(f"{key}: {path} is refused by transformers: {' '.join(str(error).split())}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not hasattr(config, "vocab_size"):
+        raise UserError(
+            f"{key}: {path}: model_type {values['model_type']} has no causal language model in transformers; "
+            "train it with model.builder, a function that returns your module"
+        )
+    return config
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _own_tokens(values: dict[str, Any], eos_token_id: int | None) -> dict[str, Any]:
+    """Fresh weights go with our tokenizer: a family's default ids would point outside its vocabulary."""
+    return {"bos_token_id": None, "eos_token_id": eos_token_id} | values
+
+
+def _read_config(key: str, path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"model.config: {path} can't be read as a Hugging Face config: {error}") from error
+        raise UserError(f"{key}: {path} can't be read as a Hugging Face config: {error}") from error
     if not isinstance(values, dict) or "model_type" not in values:
-        raise UserError(f'model.config: {path} has no "model_type", which says what family the model is of')
-    try:
-        AutoConfig.for_model(values["model_type"])
-    except (ValueError, KeyError) as error:
-        raise UserError(f"model.config: {path}: transformers knows no model_type {values['model_type']!r}") from error
+        raise UserError(f'{key}: {path} has no "model_type", which says what family the model is of')
+    if values["model_type"] not in CONFIG_MAPPING:
+        raise UserError(f"{key}: {path}: transformers knows no model_type {values['model_type']!r}")
     return values
 
 
@@ -111,5 +126,11 @@ def _import_builder(builder: str) -> Callable[[], nn.Module]:
         raise UserError(f"model.builder: {builder} can't be imported: {error}") from error
     if not callable(found):
         raise UserError(f"model.builder: {builder} is not a function")
-    build: Callable[[], nn.Module] = found
+
+    def build() -> nn.Module:
+        model = found()
+        if not isinstance(model, nn.Module):
+            raise UserError(f"model.builder: {builder} returns {type(model).__name__}, not a torch module")
+        return model
+
     return build
