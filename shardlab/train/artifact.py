@@ -28,7 +28,9 @@ def save_artifact(
     The directory is there whole or not at all: it is written beside and renamed. Raises UserError if it exists, and
     RuntimeError if a tensor is not of the model's own shape (a sharded parameter saved as it lies has zero elements).
     """
-    if directory.exists():
+    # The first rank looks for all: a slower one could find what the first has just written.
+    taken = torch.tensor(float(topology.is_main and directory.exists()), device=topology.device)
+    if all_reduce_sum(taken, topology) > 0:
         raise UserError(f"{directory} exists; it is never overwritten. Remove it or choose another directory")
     if not topology.is_main:
         for _ in tensors:  # the gathers are collectives; what they gather is the first rank's to write
