@@ -1,8 +1,10 @@
 """`shardlab compare`: one recipe on every backend, and a table that shows that the losses agree."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,9 +70,23 @@ def _run(recipe: Recipe, nproc: int, directory: Path, output: Path) -> None:
     file = output / f"{directory.name}.yaml"
     file.write_text(dump_recipe(recipe), encoding="utf-8")
     command = [sys.executable, "-m", "shardlab", "train", str(file), "--output", str(directory), "--nproc", str(nproc)]
-    code = launch(command, nproc)
+    with _stdout_to_stderr():
+        code = launch(command, nproc)
     if code != ExitCode.DONE:
         raise SystemExit(code)
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """What the ranks say goes to stderr inside: stdout is for the comparison, which a script may read."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _losses(directory: Path) -> list[float]:
