@@ -23,20 +23,16 @@ from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights, Weights
 from shardlab.model.trainable import Trainable, make_trainable
 from shardlab.plan import Plan
-from shardlab.planner import resolve
 from shardlab.recipe import Recipe, load_recipe
 from shardlab.runtime.environment import apply_in_process
 from shardlab.topology import Topology, check_collectives
 from shardlab.train.artifact import save_artifact
 from shardlab.train.meter import MemoryMeter
 from shardlab.train.schedules import learning_rate
+from shardlab.train.start import check
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-
-class NonFiniteError(UserError):
-    """A loss or gradient was NaN or infinite and the recipe says `on_nonfinite: stop`. No weight was touched."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +52,14 @@ class StepResult:
     def finite(self) -> bool:
         """Whether nothing in it was NaN or infinite."""
         return all(math.isfinite(value) for value in (self.loss, self.grad_norm) if value is not None)
+
+
+class NonFiniteError(UserError):
+    """A loss or gradient was NaN or infinite and the recipe says `on_nonfinite: stop`. No weight was touched."""
+
+    def __init__(self, message: str, result: StepResult):
+        super().__init__(message)
+        self.result = result
 
 
 class Engine:
@@ -97,7 +101,7 @@ class Engine:
         del accelerator  # Accelerate's state is shared by the process: that it exists is all that is needed of it
         expected = world_size if world_size is not None else recipe.shard.world_size
         topology = Topology.detect(expected, recipe.shard.timeout_seconds)
-        plan = resolve(recipe, world_size=topology.world_size)
+        plan = check(recipe, topology.world_size)
         check_collectives(topology)
         return cls(recipe, topology, plan)
 
@@ -178,7 +182,8 @@ class Engine:
             if self.recipe.train.on_nonfinite == "stop":
                 raise NonFiniteError(
                     f"step {window.step}: loss {result.loss}, gradient norm {result.grad_norm}; the weights are those "
-                    "before this step. Lower train.optimizer.lr, or set train.on_nonfinite=skip to go on without it"
+                    "before this step. Lower train.optimizer.lr, or set train.on_nonfinite=skip to go on without it",
+                    result,
                 )
         return result
 

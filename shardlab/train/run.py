@@ -18,7 +18,7 @@ from shardlab.model.build import build_model
 from shardlab.planner import describe
 from shardlab.recipe import Recipe, dump_recipe
 from shardlab.topology import Topology
-from shardlab.train.engine import Engine, StepResult
+from shardlab.train.engine import Engine, NonFiniteError, StepResult
 from shardlab.train.metrics import MetricsFile, Progress, spelled
 
 WARM_STEPS = 2  # the first steps make optimizer state and warm caches: left out of the throughput
@@ -55,6 +55,7 @@ def train(
         "model": "model",
         "shardlab": __version__,
     }
+    summary = {key: spelled(value) for key, value in summary.items()}
     if main:
         _write_json(output / "summary.json", summary)
         say(f"model: {output / 'model'}\nmetrics: {output / 'metrics.jsonl'}\nsummary: {output / 'summary.json'}")
@@ -132,7 +133,11 @@ class _Run:
         try:
             for done, window in enumerate(loader, start=1):
                 before = time.perf_counter()
-                result = engine.run(window)
+                try:
+                    result = engine.run(window)
+                except NonFiniteError as error:  # what stopped the run belongs in its log
+                    self._record(done, error.result, time.perf_counter() - before, progress)
+                    raise
                 self._record(done, result, time.perf_counter() - before, progress)
                 last = done == train.steps
                 if last or (train.evaluate_every is not None and done % train.evaluate_every == 0):
@@ -196,4 +201,4 @@ class _Run:
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps({key: spelled(value) for key, value in values.items()}, indent=1) + "\n")
+    path.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n")
