@@ -147,7 +147,9 @@ def evaluate(
     from shardlab.train.evaluate import evaluate_directory
 
     given = tuple(files or ())
-    data = DataSection(files=given, evaluation_files=given, tokenizer=str(directory), sequence_length=sequence_length)
+    data = DataSection(
+        files=given, evaluation_files=given, tokenizer=str(directory.absolute()), sequence_length=sequence_length
+    )
     result = evaluate_directory(directory, data)
     text = "loss {loss:.4f}  perplexity {perplexity:.2f}  over {tokens:,} tokens".format(**result)
     typer.echo(json.dumps(result) if as_json else text)
