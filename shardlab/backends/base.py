@@ -99,16 +99,17 @@ def all_reduce_sum(values: Tensor, topology: Topology) -> Tensor:
     return values
 
 
-def global_norm(squares: Tensor, topology: Topology) -> float:
-    """The root of a sum of squares (a float64 scalar) over ranks that hold disjoint parts."""
-    return float(all_reduce_sum(squares, topology).sqrt())
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """What sums over a step are kept in: float64, where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def local_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Each tensor's own L2 norm in float64, (len(tensors),)."""
+    """Each tensor's own L2 norm, (len(tensors),), in `sum_dtype`."""
     if not tensors:
-        return torch.zeros(0, dtype=torch.float64)
-    return torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))])
+        return torch.zeros(0)
+    norms = torch.stack(list(torch._foreach_norm(list(tensors))))
+    return norms.to(sum_dtype(norms.device))
 
 
 def scale_for_clipping(norm: float, limit: float | None) -> float | None:
@@ -124,12 +125,12 @@ def sum_losses(
 ) -> tuple[float, int]:
     """Evaluate through `module` (the wrapped trainable): (loss sum, tokens) over all ranks."""
     device = torch.device(topology.device)
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    totals = torch.zeros(2, dtype=sum_dtype(device), device=device)
     trainable.eval()
     with torch.no_grad():
         for batch in batches:
             tensors = move(batch, device)
-            totals[0] += module(tensors, 1.0).double()
+            totals[0] += module(tensors, 1.0)
             totals[1] += count_targets(tensors)
     trainable.train()
     all_reduce_sum(totals, topology)

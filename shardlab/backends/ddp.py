@@ -21,6 +21,7 @@ from shardlab.backends.base import (
     local_norms,
     move,
     scale_for_clipping,
+    sum_dtype,
     sum_losses,
 )
 from shardlab.backends.materialize import Materializer, move_buffers
@@ -81,14 +82,14 @@ class DDPBackend:
         return Applied(loss_sum, window.tokens, norm, skipped)
 
     def _accumulate(self, window: Window) -> Tensor:
-        """Forward and backward over the window; this rank's loss sum / the global tokens, a float64 scalar."""
+        """Forward and backward over the window; this rank's loss sum / the global tokens, a scalar."""
         module = self._job.module
-        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        loss = torch.zeros((), dtype=sum_dtype(self._device), device=self._device)
         for batch in window.micro_batches:
             module.random.step, module.random.micro_batch = window.step, batch.index
             self._buckets.sync = batch is window.micro_batches[-1]
             objective = module(move(batch, self._device), float(window.tokens))
-            loss += objective.detach().double()
+            loss += objective.detach()
             if self._direct_head is not None:
                 self._buckets.arrived(self._direct_head)
             guarded(objective).backward()

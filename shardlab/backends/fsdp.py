@@ -23,6 +23,7 @@ from shardlab.backends.base import (
     local_norms,
     move,
     scale_for_clipping,
+    sum_dtype,
     sum_losses,
 )
 from shardlab.backends.materialize import Materializer, move_buffers
@@ -80,13 +81,13 @@ class FSDPBackend:
     def run_window(self, window: Window, lr: float) -> Applied:
         """See `Backend.run_window`."""
         module = self._job.module
-        loss = torch.zeros(1, dtype=torch.float64, device=self._device)
+        loss = torch.zeros(1, dtype=sum_dtype(self._device), device=self._device)
         for batch in window.micro_batches:
             module.random.step, module.random.micro_batch = window.step, batch.index
             objective = module(move(batch, self._device), float(window.tokens))
-            loss += objective.detach().double()
+            loss += objective.detach()
             guarded(objective).backward()
-        gradients = [_local(parameter.grad) for parameter in self._parameters]
+        gradients = [_gradient(parameter) for parameter in self._parameters]
         squares = local_norms(gradients).square().to(self._device)
         shared = all_reduce_sum(torch.cat([loss, squares]), self._job.topology)
         loss_sum = float(shared[0]) * window.tokens
@@ -149,10 +150,13 @@ class FSDPBackend:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def _local(tensor: Tensor | None) -> Tensor:
-    """This rank's shard; empty where there is none."""
-    if tensor is None:
-        return torch.zeros(0)
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's shard of the gradient; empty where the window gave none."""
+    return _local(parameter)[:0] if parameter.grad is None else _local(parameter.grad)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
 

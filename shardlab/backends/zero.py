@@ -29,6 +29,7 @@ from shardlab.backends.base import (
     fingerprint,
     guarded,
     move,
+    sum_dtype,
     sum_losses,
 )
 from shardlab.backends.materialize import Materializer, move_buffers
@@ -105,12 +106,12 @@ class ZeROBackend:
     def run_window(self, window: Window, lr: float) -> Applied:
         """See `Backend.run_window`."""
         module, engine, world = self._job.module, self._engine, self._job.topology.world_size
-        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        loss = torch.zeros((), dtype=sum_dtype(self._device), device=self._device)
         for batch in window.micro_batches:
             module.random.step, module.random.micro_batch = window.step, batch.index
             engine.set_gradient_accumulation_boundary(batch is window.micro_batches[-1])
             objective = engine(move(batch, self._device), float(window.tokens))
-            loss += objective.detach().double()
+            loss += objective.detach()
             # DeepSpeed averages over ranks and would divide by the accumulation: both are undone.
             engine.backward(guarded(objective) * world, scale_wrt_gas=False)
         set_learning_rate(engine.optimizer, lr)
