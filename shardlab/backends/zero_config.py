@@ -44,7 +44,8 @@ def deepspeed_config(plan: Plan, sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def _zero(plan: Plan, stage: int, largest: int, total: int) -> dict[str, Any]:
-    bucket = min(BUCKET_ELEMENTS, total // FEWEST_BUCKETS)
+    # DeepSpeed refuses an odd number of elements (stages 1 and 2) and none at all.
+    bucket = max(2, min(BUCKET_ELEMENTS, total // FEWEST_BUCKETS) // 2 * 2)
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     # Pinned memory and streams to overlap on are an accelerator's; on a CPU overlapping only costs a second bucket.
     pinned = overlap = torch.accelerator.is_available()
