@@ -171,7 +171,7 @@ class Engine:
             applied = self._backend.run_window(window, lr)
         except RuntimeError as error:
             # torch's own messages of a failed collective say neither which step nor which rank.
-            raise RuntimeError(f"step {window.step}, rank {self.topology.rank}: {error}") from error
+            raise RuntimeError(f"step {window.step + 1}, rank {self.topology.rank}: {error}") from error
         result = StepResult(applied.loss_sum / applied.tokens, applied.grad_norm, lr, applied.tokens, applied.skipped)
         if not result.skipped:
             self.applied += 1
@@ -181,7 +181,7 @@ class Engine:
             self.nonfinite_steps += 1
             if self.recipe.train.on_nonfinite == "stop":
                 raise NonFiniteError(
-                    f"step {window.step}: loss {result.loss}, gradient norm {result.grad_norm}; the weights are those "
+                    f"step {window.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; the weights are those "
                     "before this step. Lower train.optimizer.lr, or set train.on_nonfinite=skip to go on without it",
                     result,
                 )
