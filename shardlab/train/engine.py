@@ -181,8 +181,8 @@ class Engine:
             self.nonfinite_steps += 1
             if self.recipe.train.on_nonfinite == "stop":
                 raise NonFiniteError(
-                    f"step {window.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; the weights are those "
-                    "before this step. Lower train.optimizer.lr, or set train.on_nonfinite=skip to go on without it",
+                    f"step {window.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; the weights are "
+                    "those before this step. Lower train.optimizer.lr, or set train.on_nonfinite=skip to go on without it",
                     result,
                 )
         return result
