@@ -16,20 +16,23 @@ BUCKET_ELEMENTS = 6_553_600
 FEWEST_BUCKETS = 8
 
 
-def deepspeed_config(plan: Plan, sizes: Sequence[int]) -> dict[str, Any]:
+def deepspeed_config(plan: Plan, sizes: Sequence[int], *, accelerator: bool | None = None) -> dict[str, Any]:
     """A config for `deepspeed.initialize`, also usable with the `deepspeed` command and the HF Trainer.
 
     `sizes` are the elements of each parameter: limits and buckets follow the model. DeepSpeed's defaults (1e9 live
-    parameters, 5e8 in a bucket) would keep a whole small model gathered.
+    parameters, 5e8 in a bucket) would keep a whole small model gathered. `accelerator`: whether it is for a machine
+    that has one; None is this machine.
     """
     stage = int(plan.backend[-1])
+    if accelerator is None:
+        accelerator = torch.accelerator.is_available()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.accumulation,
         "train_batch_size": plan.global_batch_size,
         # Always there: without the key DeepSpeed clips at 1.0.
         "gradient_clipping": 0.0 if plan.clip_grad_norm is None else plan.clip_grad_norm,
-        "zero_optimization": _zero(plan, stage, max(sizes), sum(sizes)),
+        "zero_optimization": _zero(plan, stage, max(sizes), sum(sizes), accelerator),
         # Our optimizer, not DeepSpeed's: torch's fused AdamW gives the same update on every backend.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -43,12 +46,12 @@ def deepspeed_config(plan: Plan, sizes: Sequence[int]) -> dict[str, Any]:
     return config
 
 
-def _zero(plan: Plan, stage: int, largest: int, total: int) -> dict[str, Any]:
+def _zero(plan: Plan, stage: int, largest: int, total: int, accelerator: bool) -> dict[str, Any]:
     # DeepSpeed refuses an odd number of elements (stages 1 and 2) and none at all.
     bucket = max(2, min(BUCKET_ELEMENTS, total // FEWEST_BUCKETS) // 2 * 2)
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     # Pinned memory and streams to overlap on are an accelerator's; on a CPU overlapping only costs a second bucket.
-    pinned = overlap = torch.accelerator.is_available()
+    pinned = overlap = accelerator
     if plan.offload.optimizer == "cpu":
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
     if stage < 3:
