@@ -172,6 +172,23 @@ def generate(
     typer.echo(write_on(directory, prompt, new_tokens=tokens, temperature=temperature, seed=seed))
 
 
+@app.command()
+def merge(
+    adapter: Annotated[
+        Path, typer.Argument(metavar="ADAPTER", help="An adapter directory, as a run with lora saves it.")
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The model directory to write.")],
+) -> None:
+    """Merge LoRA adapters into the model that they were trained on.
+
+    Example: `shardlab merge runs/tuned/model merged-model`
+    """
+    from shardlab.model.lora import merge_directory
+
+    merge_directory(adapter, output)
+    typer.echo(f"model: {output}")
+
+
 def _to_stderr(text: str) -> None:
     typer.echo(text, err=True)
 

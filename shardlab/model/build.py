@@ -17,6 +17,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from shardlab.errors import UserError
 from shardlab.model.checkpoint import directory_weights
 from shardlab.model.deferred import Weights, build_deferred
+from shardlab.model.lora import AdaptedWeights, inject
 from shardlab.model.presets import COMMON, PRESETS
 from shardlab.recipe import ModelSection
 
@@ -41,6 +42,10 @@ def build_model(
         model, weights = build_deferred(lambda: _from_config(config), seed)
         if section.path is not None:
             weights = directory_weights(Path(section.path), model, weights)
+        if section.lora is not None:
+            lora = section.lora
+            model, adapters = build_deferred(lambda: inject(_from_config(config), lora), seed)
+            weights = AdaptedWeights(weights, adapters)
     freeze(model, section.freeze)
     return model, weights
 

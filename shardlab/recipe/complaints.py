@@ -42,6 +42,9 @@ NAMES_ELSEWHERE = {
     "block_size": "data.sequence_length",
     "max_length": "data.sequence_length",
     "seq_len": "data.sequence_length",
+    "sample_packing": "data.packing",
+    "text_column": "data.columns.text",
+    "dataset_text_field": "data.columns.text",
 }
 
 

@@ -47,6 +47,21 @@ class Section(BaseModel):
     )
 
 
+class LoraSection(Section):
+    """Low-rank adapters on linear layers; everything else is frozen."""
+
+    rank: PositiveInt = 8
+    """Rows of the low-rank factors."""
+    alpha: PositiveFloat = 16.0
+    """The adapters' output is scaled by alpha / rank."""
+    dropout: BelowOne = 0.0
+    """On the adapters' input."""
+    targets: Literal["all-linear"] | Names = "all-linear"
+    """Names of the layers, or their ends, such as q_proj; all-linear is every linear layer but the head."""
+    merge: bool = False
+    """Save the model with the adapters merged in, instead of an adapter directory."""
+
+
 class ModelSection(Section):
     """The model to train: exactly one of `preset`, `config`, `path` and `builder`."""
 
@@ -60,6 +75,8 @@ class ModelSection(Section):
     """"package.module:function", called without arguments, returns the model."""
     freeze: Names = ()
     """Glob patterns of tensor names, as in the Hugging Face model, that are not trained."""
+    lora: LoraSection | None = None
+    """Train low-rank adapters on a model directory (`path`) instead of its weights; null is off."""
 
     @model_validator(mode="before")
     @classmethod
@@ -75,6 +92,12 @@ class ModelSection(Section):
             raise ValueError(f"{' and '.join(given)} are both given; keep one and set the other to null")
         return self
 
+    @model_validator(mode="after")
+    def _adapters_on_random_weights(self) -> "ModelSection":
+        if self.lora is not None and self.path is None:
+            raise ValueError("lora needs path, a trained model to adapt; fresh weights are trained whole")
+        return self
+
     @field_validator("builder")
     @classmethod
     def _builder_that_names_no_function(cls, builder: str | None) -> str | None:
@@ -86,19 +109,43 @@ class ModelSection(Section):
 _MODEL_SOURCES = ("preset", "config", "path", "builder")
 
 
+class ColumnNames(Section):
+    """Where a record of JSONL, Parquet or a dataset has what `data.format` needs."""
+
+    text: str = "text"
+    """With format text."""
+    prompt: str = "prompt"
+    """With format instruct: what is given."""
+    completion: str = "completion"
+    """With format instruct: what is learned."""
+    messages: str = "messages"
+    """With format chat: a list of {role, content}."""
+
+
 class DataSection(Section):
     """The text to train on, and how it becomes sequences of tokens."""
 
     source: Literal["stdlib"] | None = None
     """stdlib: the source text of Python's standard library; the default when no files are given."""
     files: Names = ()
-    """Text files or globs, used instead of a source."""
+    """Files or globs, used instead of a source: text, .jsonl, .parquet, or the directory of a saved dataset."""
     evaluation_files: Names = ()
-    """Text files or globs held out for evaluation, used instead of `evaluation_fraction`."""
+    """Files or globs held out for evaluation, used instead of `evaluation_fraction`."""
+    format: Literal["text", "instruct", "chat"] = "text"
+    """text: every token is learned. instruct: completions are. chat: what the assistant says is."""
+    columns: ColumnNames = ColumnNames()
+    on_bad_record: Literal["error", "skip", "replace"] = "error"
+    """What is done about records that are empty, not UTF-8, cut off and so on. replace: mend what can be mended."""
+    max_record_bytes: PositiveInt = 1_000_000
+    """A longer line of JSONL or text in a row is a bad record; text files may have any length."""
     tokenizer: str = "bpe-8k"
     """bytes, bpe-<N>k (trained on the corpus, N thousand entries, cached), or a Hugging Face tokenizer directory."""
     sequence_length: PositiveInt = 256
     """Tokens per sequence."""
+    packing: bool = True
+    """Several documents in a row; false: one document in a row, truncated or padded."""
+    streaming: bool = False
+    """Tokenise while training, and keep no tokens on disk."""
     evaluation_fraction: BelowOne = 0.02
     """Share of the corpus held out for evaluation."""
     cache_dir: str | None = None
@@ -115,6 +162,21 @@ class DataSection(Section):
     def _two_corpora_at_once(self) -> "DataSection":
         if self.source is not None and self.files:
             raise ValueError("source and files are both given; keep one (source: null trains on the files)")
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_in_plain_text(self) -> "DataSection":
+        if self.source is not None and self.format != "text":
+            raise ValueError(f"format {self.format} needs files of records (.jsonl, .parquet, a dataset), not a source")
+        return self
+
+    @model_validator(mode="after")
+    def _fraction_of_a_stream(self) -> "DataSection":
+        if self.streaming and self.evaluation_fraction and not self.evaluation_files:
+            raise ValueError(
+                "streaming can't hold out a fraction of what it has not read; give evaluation_files, or set "
+                "evaluation_fraction to 0"
+            )
         return self
 
     @field_validator("tokenizer")

@@ -12,12 +12,19 @@ model:
   # path: model-directory     #   a Hugging Face directory: architecture and weights
   # builder: package.module:function
   freeze: []                  # glob patterns of tensors that are not trained, e.g. model.embed_tokens.*
+  lora: null                  # e.g. {rank: 8, alpha: 16, targets: [q_proj, v_proj]}: adapters on `path`
 data:
   source: stdlib              # the standard library's source text; or instead:
-  # files: [texts/*.txt]      #   text files or globs, a document each
-  # evaluation_files: []      #   held-out text, instead of a fraction
+  # files: [texts/*.txt]      #   files or globs: text (a document each), .jsonl, .parquet, a saved dataset's directory
+  # evaluation_files: []      #   held out, instead of a fraction
+  format: text                # or instruct (prompt, completion), chat (messages): only answers are learned
+  columns: {text: text, prompt: prompt, completion: completion, messages: messages}   # of a record
+  on_bad_record: error        # empty, not UTF-8, cut off, ...: or skip, replace
+  max_record_bytes: 1000000   # a longer line or row is a bad record
   tokenizer: bpe-8k           # bytes, bpe-<N>k (trained on the text, cached), or a Hugging Face tokenizer directory
   sequence_length: 256        # tokens
+  packing: true               # false: one document per row, padded
+  streaming: false            # true: tokenise while training, keep no tokens on disk
   evaluation_fraction: 0.02   # held out
 train:
   steps: 200                  # optimizer steps

@@ -14,16 +14,25 @@ from torch import Tensor
 
 from shardlab.backends.base import all_reduce_sum
 from shardlab.errors import UserError
+from shardlab.model.lora import adapted_layers, adapter_tensors, merged_tensors, write_adapter_config
 from shardlab.model.trainable import Trainable
+from shardlab.recipe import ModelSection
 from shardlab.topology import Topology
 
 SHARD_BYTES = 1024**3  # what the writing rank holds at most beside one tensor
 
 
 def save_artifact(
-    directory: Path, module: Trainable, tensors: Iterator[tuple[str, Tensor]], tokenizer: Any, topology: Topology
+    directory: Path,
+    module: Trainable,
+    tensors: Iterator[tuple[str, Tensor]],
+    tokenizer: Any,
+    topology: Topology,
+    model: ModelSection,
 ) -> None:
     """Write `tensors` (collective, in the same order on every rank) and what else `from_pretrained` wants.
+
+    With `model.lora` that is an adapter directory, or the merged model.
 
     The directory is there whole or not at all: it is written beside and renamed. Raises UserError if it exists, and
     RuntimeError if a tensor is not of the model's own shape (a sharded parameter saved as it lies has zero elements).
@@ -40,8 +49,7 @@ def save_artifact(
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    dtype = _write_tensors(partial, checked(tensors, module.shapes))
-    _write_config(partial, module, dtype)
+    _write_model(partial, module, checked(tensors, module.shapes), model)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
     os.replace(partial, directory)
@@ -57,6 +65,20 @@ def checked(tensors: Iterator[tuple[str, Tensor]], shapes: dict[str, torch.Size]
         yield name, tensor
     if left:
         raise RuntimeError(f"{len(left)} tensors of the model are missing, among them {next(iter(left))}")
+
+
+def _write_model(
+    directory: Path, module: Trainable, tensors: Iterator[tuple[str, Tensor]], model: ModelSection
+) -> None:
+    if model.lora is None:
+        _write_config(directory, module, _write_tensors(directory, tensors))
+    elif model.lora.merge:
+        _write_config(directory, module, _write_tensors(directory, merged_tensors(tensors, model.lora)))
+    else:
+        assert model.path is not None
+        save_file(dict(adapter_tensors(tensors)), directory / "adapter_model.safetensors", metadata={"format": "pt"})
+        layers = adapted_layers(iter(module.shapes))
+        write_adapter_config(directory, model.lora, str(Path(model.path).resolve()), layers)
 
 
 def _write_tensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> torch.dtype:

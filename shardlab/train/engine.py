@@ -23,7 +23,7 @@ from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights, Weights
 from shardlab.model.trainable import Trainable, make_trainable
 from shardlab.plan import Plan
-from shardlab.recipe import Recipe, load_recipe
+from shardlab.recipe import ModelSection, Recipe, load_recipe
 from shardlab.runtime.environment import apply_in_process
 from shardlab.topology import Topology, check_collectives
 from shardlab.train.artifact import save_artifact
@@ -80,6 +80,7 @@ class Engine:
         self.module: Trainable
         self._tokenizer: Any = None
         self._peak = recipe.train.optimizer.lr
+        self._source = recipe.model
 
     @classmethod
     def from_recipe(
@@ -139,6 +140,7 @@ class Engine:
         """
         settings = like(optimizer, model)
         self._peak = float(optimizer.defaults["lr"])
+        self._source = ModelSection()  # not the recipe's model
         self.setup(model, ModuleWeights(model), settings)
         optimizer.state.clear()
         optimizer.param_groups.clear()
@@ -207,9 +209,14 @@ class Engine:
         return (loss_sum / tokens if tokens else math.nan), tokens
 
     def save(self, directory: str | Path, tokenizer: Any = None) -> None:
-        """Write the model as a Hugging Face directory, tensor by tensor. Every rank calls this."""
+        """Write a Hugging Face model directory (or an adapter directory), tensor by tensor. Every rank calls this."""
         save_artifact(
-            Path(directory), self.module, self._backend.tensors(), tokenizer or self._tokenizer, self.topology
+            Path(directory),
+            self.module,
+            self._backend.tensors(),
+            tokenizer or self._tokenizer,
+            self.topology,
+            self._source,
         )
 
     def close(self) -> None:

@@ -21,6 +21,8 @@ def evaluate_directory(directory: Path, data: DataSection, *, micro_batch: int =
 
     The text is split as in training with the same `data`. Raises UserError if nothing is held out.
     """
+    if (directory / "adapter_config.json").is_file():
+        raise UserError(f"{directory} holds adapters only; `shardlab merge {directory} OUT` makes a model of them")
     topology = Topology.detect()
     prepared = prepare_data(data)
     if prepared.evaluation is None:
@@ -49,7 +51,7 @@ def generate(directory: Path, prompt: str, *, new_tokens: int, temperature: floa
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if not (directory / "config.json").is_file():
+    if not any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise UserError(f"{directory} is not a Hugging Face model directory: it has no config.json")
     model = AutoModelForCausalLM.from_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
