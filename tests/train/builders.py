@@ -1,0 +1,111 @@
+"""Models that a recipe's `model.builder` names, some of which bring trouble."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.topology import announced_rank
+
+BYTES = 257
+MARK_VARIABLE = "SHARDLAB_TEST_MARK"  # names a file that is written just before a rank fails
+
+
+class Scores(nn.Module):
+    """A user's own class: scores of the next byte by the last one, its own summed loss and count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(BYTES, 16)
+        self.scores = nn.Linear(16, BYTES)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        scores = self.scores(self.tokens(batch["input_ids"]))
+        targets = batch["targets"]
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        return loss, (targets >= 0).sum()
+
+
+class Troubled(Scores):
+    """Calls `trouble` in the training forward of that number, and multiplies the loss by what it returns."""
+
+    def __init__(self, at: int, trouble: Callable[[], float]):
+        super().__init__()
+        self._at, self._trouble = at, trouble
+        self._done = 0
+
+    def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        loss, count = super().forward(batch)
+        self._done += self.training
+        if self.training and self._done == self._at:
+            loss = loss * torch.tensor(self._trouble())
+        return loss, count
+
+
+def scores() -> nn.Module:
+    """Nothing goes wrong."""
+    return Scores()
+
+
+def nan_at_step_3() -> nn.Module:
+    """With one micro-batch in a step."""
+    return Troubled(3, lambda: float("nan"))
+
+
+def raises_on_rank_2() -> nn.Module:
+    """In the second step, like its kin below."""
+
+    def trouble() -> float:
+        raise ValueError("rank two has a bad day")
+
+    return Troubled(2, _on_rank_2(trouble))
+
+
+def exits_on_rank_2() -> nn.Module:
+    """With a code of its own."""
+    return Troubled(2, _on_rank_2(lambda: sys.exit(3)))
+
+
+def dies_on_rank_2() -> nn.Module:
+    """As if memory had run out."""
+
+    def trouble() -> float:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 1.0
+
+    return Troubled(2, _on_rank_2(trouble))
+
+
+def stays_in_step_2() -> nn.Module:
+    """Every rank: a job to be stopped from outside."""
+
+    def trouble() -> float:
+        _mark()
+        time.sleep(600)
+        return 1.0
+
+    return Troubled(2, trouble)
+
+
+def returns_a_number() -> int:
+    """No model."""
+    return 3
+
+
+def _on_rank_2(trouble: Callable[[], float]) -> Callable[[], float]:
+    def act() -> float:
+        if announced_rank()[0] != 2:
+            return 1.0
+        _mark()
+        return trouble()
+
+    return act
+
+
+def _mark() -> None:
+    Path(os.environ[MARK_VARIABLE]).touch()

@@ -1,0 +1,120 @@
+"""What the pool's ranks run."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from shardlab import Engine
+from shardlab.backends import zero_config
+from shardlab.data import MicroBatch, WindowLoader, prepare_data
+from shardlab.errors import UserError
+from shardlab.recipe import load_recipe
+from shardlab.train.run import setup_from_recipe, train
+from tests.train.loop import Outcome, through_engine
+
+Array = NDArray[np.float32]
+PROBE = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]
+
+
+@dataclass
+class Live:
+    """The sharded model when it was written: logits of PROBE, (batch, sequence, vocabulary), and its buffers."""
+
+    logits: Array
+    buffers: dict[str, Array]
+
+
+def engine_of(recipe: Path, *overrides: str) -> tuple[Engine, WindowLoader]:
+    """An engine that holds the recipe's model, and its windows; ZeRO-3 shards the smallest tensor too."""
+    engine = Engine.from_recipe(recipe, overrides=overrides)
+    data = prepare_data(engine.recipe.data)
+    with mock.patch.object(zero_config, "PERSISTENCE_THRESHOLD", 0):
+        setup_from_recipe(engine, data)
+    plan, topology = engine.plan, engine.topology
+    loader = WindowLoader(
+        data.train,
+        global_batch_size=plan.global_batch_size,
+        micro_batch=plan.micro_batch,
+        rank=topology.rank,
+        world_size=topology.world_size,
+        seed=plan.seed,
+        steps=engine.recipe.train.steps,
+    )
+    return engine, loader
+
+
+def train_and_save(recipe: Path, overrides: Sequence[str], directory: Path) -> Live:
+    """All steps, then the model's directory."""
+    engine, loader = engine_of(recipe, *overrides)
+    for window in loader:
+        engine.step(window)
+    engine.save(directory)
+    buffers = {name: to_array(buffer) for name, buffer in engine.module.body.named_buffers()}
+    live = Live(live_logits(engine), buffers)
+    engine.close()
+    return live
+
+
+def live_logits(engine: Engine) -> Array:
+    """Taken inside a forward pass, where the backend has gathered what the model needs."""
+    tail = engine.module.tail
+    assert tail is not None
+    found: list[Tensor] = []
+
+    def look(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        found.append(module.logits(arguments[0]))  # type: ignore[operator]
+
+    hook = tail.register_forward_pre_hook(look)
+    inputs = torch.tensor(PROBE)
+    positions = torch.arange(inputs.shape[1]).expand(inputs.shape)
+    engine.evaluate([MicroBatch({"input_ids": inputs, "targets": inputs, "position_ids": positions}, 0)])
+    hook.remove()
+    return to_array(found[0])
+
+
+def to_array(tensor: Tensor) -> Array:
+    """A tensor travels between processes by a file descriptor, an array by value."""
+    return tensor.detach().float().cpu().numpy().copy()
+
+
+def save_late(recipe: Path, directory: Path) -> None:
+    """The second rank comes to the save when the first has long written all that is its own to write."""
+    engine, _ = engine_of(recipe, "shard.backend=ddp")
+    if not engine.topology.is_main:
+        time.sleep(1.0)
+    engine.save(directory)
+    engine.close()
+
+
+def train_run(recipe: Path, output: Path) -> dict[str, Any] | str | None:
+    """`shardlab train` on this rank: the summary where it is told, or what the user is told."""
+    try:
+        return train(load_recipe(recipe), output, world_size=2, say=lambda _: None)
+    except UserError as error:
+        return str(error)
+
+
+def user_loop(recipe: Path, backend: str, shares: Sequence[Sequence[int]], directory: Path) -> Outcome:
+    """A user's own loop over the batches that are this rank's share."""
+    engine = Engine.from_recipe(recipe, overrides=[f"shard.backend={backend}"])
+    return through_engine(engine, shares[engine.topology.rank], directory)
+
+
+def rates(recipe: Path, accumulation: int) -> list[float]:
+    """The learning rate of each update, with one sequence in a micro-batch."""
+    world = Engine.from_recipe(recipe).topology.world_size
+    engine, loader = engine_of(recipe, "shard.micro_batch=1", f"train.global_batch_size={world * accumulation}")
+    found = []
+    for window in loader:
+        found.append(engine.learning_rate())
+        engine.step(window)
+    engine.close()
+    return found

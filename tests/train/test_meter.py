@@ -1,0 +1,47 @@
+"""Measured memory, against allocations of known size."""
+
+import mmap
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardlab.train.meter import MemoryMeter
+from tests.train.support import one_rank
+
+MiB = 1024**2
+SIZE = 100 * MiB
+SLACK = 8 * MiB  # the interpreter's own comings and goings, and the kernel's counters, which are kept per core
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own figures, in /proc")
+
+
+@pytest.fixture
+def meter() -> MemoryMeter:
+    meter = MemoryMeter(one_rank())
+    meter.reset()
+    return meter
+
+
+def test_an_allocation_shows_in_the_peak_until_the_next_reset(meter: MemoryMeter) -> None:
+    before = meter.current_bytes()
+    assert meter.peak_bytes() >= before - SLACK
+    block = torch.ones(SIZE // 4)
+    assert abs(meter.current_bytes() - before - SIZE) < SLACK
+    del block
+    assert abs(meter.current_bytes() - before) < SLACK
+    assert abs(meter.peak_bytes() - before - SIZE) < SLACK
+    meter.reset()
+    assert abs(meter.peak_bytes() - before) < SLACK
+
+
+def test_pages_of_a_mapped_file_do_not_count(meter: MemoryMeter) -> None:
+    """The kernel can drop them: tokenised text of any size may be mapped."""
+    library = max(Path(torch.__file__).with_name("lib").glob("*.so*"), key=lambda file: file.stat().st_size)
+    assert library.stat().st_size > SIZE, "a file that is on a disk, whatever the temporary directory is on"
+    before = meter.current_bytes()
+    with library.open("rb") as file, mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[page] for page in range(0, SIZE, mmap.PAGESIZE)) >= 0
+        assert meter.current_bytes() - before < SLACK
+        assert meter.peak_bytes() - before < SLACK
