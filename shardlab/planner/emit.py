@@ -1,0 +1,86 @@
+"""Files for other programs: the ds_config of a plan, and those in `ds_configs/`, which fit any model.
+
+`python -m shardlab.planner.emit ds_configs` writes that directory again.
+
+What makes the files in it work as they are with the `deepspeed` command, `accelerate` and the HF Trainer:
+
+- Batch sizes are numbers. "auto" is filled in by accelerate and the Trainer only; `deepspeed` fails on it. There is no
+  `train_batch_size`, so that it follows the number of ranks.
+- `gradient_clipping` is written, at the Trainer's default: without the key DeepSpeed clips at 1.0 all the same.
+- No precision where it can be left out: whoever starts the job says it (`--bf16`, `mixed_precision`), and a file that
+  says something else is refused by the Trainer. NVMe needs bf16: in fp32 the parameters that come back do not fit.
+- No optimizer: the script's own is used as it is, offloaded or not. DeepSpeed's CPU Adam would have to be compiled.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from shardlab.backends.zero_config import deepspeed_config
+from shardlab.plan import BackendName, Offload, Plan
+from shardlab.planner.lint.tables import dead_keys
+
+# Llama-3-8B, for limits that have to be numbers: its largest tensor (the embedding) and all of them, in elements.
+REFERENCE_SIZES = (525_336_576, 7_504_924_672)
+NVME_PATH = "nvme_offload"  # in the working directory; DeepSpeed makes it
+NVME_BUFFER_ELEMENTS = 600_000_000  # DeepSpeed refuses a buffer smaller than the largest tensor
+
+_Place = Literal["none", "cpu", "nvme"]
+# By name: stage, where the optimizer state goes, where the parameters go.
+GENERAL: dict[str, tuple[int, _Place, _Place]] = {
+    "zero1": (1, "none", "none"),
+    "zero2": (2, "none", "none"),
+    "zero3": (3, "none", "none"),
+    "zero2_offload": (2, "cpu", "none"),
+    "zero3_offload": (3, "cpu", "cpu"),
+    "zero3_nvme": (3, "nvme", "nvme"),
+}
+
+
+def general_config(name: str) -> dict[str, Any]:
+    """The ds_config `name` of `GENERAL`, for any model, any number of ranks and any device."""
+    stage, optimizer, parameters = GENERAL[name]
+    backends: dict[int, BackendName] = {1: "zero1", 2: "zero2", 3: "zero3"}
+    plan = Plan(
+        backend=backends[stage],
+        world_size=1,
+        micro_batch=1,
+        accumulation=1,
+        global_batch_size=1,
+        precision="bf16" if optimizer == "nvme" else "fp32",
+        offload=Offload("none" if parameters == "none" else "cpu", "none" if optimizer == "none" else "cpu"),
+    )
+    config = deepspeed_config(plan, REFERENCE_SIZES, accelerator=True)  # pinning is nothing to a CPU, and harmless
+    del config["train_batch_size"]
+    zero = config["zero_optimization"]
+    for key in dead_keys(zero):
+        del zero[key]
+    if optimizer == "nvme":
+        zero["offload_optimizer"] |= {"device": "nvme", "nvme_path": NVME_PATH}
+        zero["offload_param"] |= {"device": "nvme", "nvme_path": NVME_PATH, "buffer_size": NVME_BUFFER_ELEMENTS}
+    return config
+
+
+def plan_config(plan: Plan, sizes: Sequence[int]) -> str:
+    """The ds_config of a ZeRO plan for a model whose parameters have `sizes` elements, as the text of a file."""
+    return as_text(deepspeed_config(plan, sizes))
+
+
+def as_text(config: dict[str, Any]) -> str:
+    """A ds_config as the text of a JSON file."""
+    return json.dumps(config, indent=2) + "\n"
+
+
+def write_general(directory: Path) -> list[Path]:
+    """Write every file of `GENERAL` into `directory`; their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / f"{name}.json" for name in GENERAL]
+    for path in paths:
+        path.write_text(as_text(general_config(path.stem)), encoding="utf-8")
+    return paths
+
+
+if __name__ == "__main__":
+    write_general(Path(sys.argv[1]))
