@@ -31,6 +31,7 @@ class Plan:
     precision: Precision
     recompute: Literal["none", "full"] = "none"
     reshard_after_forward: bool = True
+    replicas: int = 1  # fsdp: groups of ranks that hold the model whole between them (HSDP)
     offload: Offload = field(default_factory=Offload)
     clip_grad_norm: float | None = 1.0
     seed: int = 0

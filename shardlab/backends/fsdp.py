@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -53,7 +53,7 @@ class FSDPBackend:
     def _shard(self, weights: Weights, offload: OffloadPolicy) -> None:
         """Materialise and shard one unit after another: no rank ever holds more than one unit whole."""
         job, module = self._job, self._job.module
-        mesh = init_device_mesh(self._device.type, (job.topology.world_size,))
+        mesh = _mesh(job.plan, self._device)
         bf16 = job.plan.precision == "bf16"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
         materializer = Materializer(module, weights, self._device)
@@ -88,7 +88,8 @@ class FSDPBackend:
             loss += objective.detach()
             guarded(objective).backward()
         gradients = [_gradient(parameter) for parameter in self._parameters]
-        squares = local_norms(gradients).square().to(self._device)
+        # Replicas hold the same shards: each counts for its share.
+        squares = local_norms(gradients).square().to(self._device) / self._job.plan.replicas
         shared = all_reduce_sum(torch.cat([loss, squares]), self._job.topology)
         loss_sum = float(shared[0]) * window.tokens
         norm = float(shared[1:].sum().sqrt())
@@ -148,6 +149,14 @@ class FSDPBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:
+    """All ranks in one axis, or replicas times the ranks that shard within each."""
+    if plan.replicas == 1:
+        return init_device_mesh(device.type, (plan.world_size,))
+    shape = (plan.replicas, plan.world_size // plan.replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -24,6 +24,7 @@ def resolve(recipe: Recipe, *, world_size: int) -> Plan:
         )
     backend, backend_reason = _backend(recipe, world_size)
     micro_batch, micro_batch_reason = _micro_batch(recipe, world_size)
+    _check_replicas(shard.replicas, backend, world_size)
     return Plan(
         backend=backend,
         world_size=world_size,
@@ -33,6 +34,7 @@ def resolve(recipe: Recipe, *, world_size: int) -> Plan:
         precision=train.precision,
         recompute=shard.recompute,
         reshard_after_forward=shard.reshard_after_forward,
+        replicas=shard.replicas,
         offload=Offload(parameters=shard.offload.parameters, optimizer=shard.offload.optimizer),
         clip_grad_norm=train.clip_grad_norm,
         seed=train.seed,
@@ -65,6 +67,17 @@ def _backend(recipe: Recipe, world_size: int) -> tuple[BackendName, tuple[str, .
         raise UserError(f"shard.{complaint}, which auto is at {_ranks(world_size)}; set shard.backend=fsdp")
     why = "there is nothing to shard over" if backend == "ddp" else "it keeps the least of the model on each rank"
     return backend, (f"backend auto = {backend}: at {_ranks(world_size)} {why}",)
+
+
+def _check_replicas(replicas: int, backend: BackendName, world_size: int) -> None:
+    if replicas == 1:
+        return
+    if backend != "fsdp":
+        raise UserError(f"shard.replicas {replicas} is for backend fsdp, not {backend}; set shard.replicas=1")
+    if world_size % replicas:
+        raise UserError(
+            f"shard.replicas {replicas} does not divide {_ranks(world_size)}; set it to a divisor, such as 1"
+        )
 
 
 def _micro_batch(recipe: Recipe, world_size: int) -> tuple[int, tuple[str, ...]]:

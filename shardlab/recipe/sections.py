@@ -324,6 +324,8 @@ class ShardSection(Section):
     """Sequences in one forward and backward; accumulation follows: global_batch_size / (micro_batch x world size)."""
     world_size: PositiveInt | None = None
     """Number of ranks expected; a job with another number is refused."""
+    replicas: PositiveInt = 1
+    """fsdp: groups of neighbouring ranks that each shard the whole model (HSDP); one a host keeps gathers inside it."""
     reshard_after_forward: bool = True
     """fsdp: give a block's gathered parameters back after its forward (less memory, one more gather)."""
     offload: OffloadSection = OffloadSection()
