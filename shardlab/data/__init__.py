@@ -4,19 +4,26 @@ The order of the samples, the split and the windows are pure functions of the te
 position, so that every rank computes its own and a run resumes at any world size.
 """
 
+from shardlab.data.document_rows import DocumentRows
 from shardlab.data.order import permutation, rows_at
 from shardlab.data.packing import PackedRows, pack
 from shardlab.data.prepare import PreparedData, prepare_data
+from shardlab.data.report import DataReport
+from shardlab.data.streaming import StreamedText, StreamLoader
 from shardlab.data.user_batches import shifted, windows_from_batches
 from shardlab.data.window import IGNORED, MicroBatch, Window
 from shardlab.data.windows import Rows, WindowLoader, evaluation_batches
 
 __all__ = [
     "IGNORED",
+    "DataReport",
+    "DocumentRows",
     "MicroBatch",
     "PackedRows",
     "PreparedData",
     "Rows",
+    "StreamLoader",
+    "StreamedText",
     "Window",
     "WindowLoader",
     "evaluation_batches",

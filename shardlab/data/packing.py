@@ -1,4 +1,4 @@
-"""Documents packed into rows of one length: no padding, and nothing of one document reaches the next.
+"""Plain text packed into rows of one length: no padding, and nothing of one document reaches the next.
 
 Row i reads tokens `i*T .. i*T+T-1` and predicts the token after each, so that neighbouring rows share one token. Where
 a document ends in a row, `position_ids` start again at 0, which is what `transformers` makes a block-diagonal mask
@@ -30,6 +30,8 @@ class PackedRows:
             raise ValueError(f"sequence_length must be at least 1, not {sequence_length}")
         if not len(stream.ends) or stream.ends[-1] != len(stream.tokens):
             raise ValueError("the stream's last document must end where its tokens do")
+        if stream.learned is not None:
+            raise ValueError("cutting anywhere parts an answer from its prompt: such documents go into DocumentRows")
         self._tokens = stream.tokens
         self._ends = stream.ends
         self._length = len(stream.tokens)

@@ -28,17 +28,22 @@ class Part:
         return int(self.lengths.sum())
 
 
-def split(lengths: NDArray[np.int64], fraction: float) -> tuple[Part, Part | None]:
+def split(lengths: NDArray[np.int64], fraction: float, *, whole_documents: bool = False) -> tuple[Part, Part | None]:
     """Train and evaluation parts of a stream of documents of these `lengths` in tokens.
 
     About `fraction` of the tokens is held out: whole documents, chosen by a hash of their index, if there are at least
-    20; else the end of the stream, which may cut a document in two. A fraction of 0 holds nothing out.
+    20 or they are to stay whole (an answer needs its prompt); else the end of the stream, which may cut a document in
+    two. A fraction of 0 holds nothing out.
     Raises UserError if the text is too short to leave something on both sides.
     """
     ends = np.cumsum(lengths)
     if fraction == 0:
         return Part(np.array([[0, ends[-1]]]), lengths), None
-    if len(lengths) >= _ENOUGH_DOCUMENTS:
+    if len(lengths) >= _ENOUGH_DOCUMENTS or whole_documents:
+        if len(lengths) < 2:
+            raise UserError(
+                "data.evaluation_fraction: of a single document nothing can be held out; set it to 0 or give more"
+            )
         held = _held_out_documents(lengths, fraction)
         return _documents(lengths, ends, ~held), _documents(lengths, ends, held)
     return _split_at(ends, _boundary(int(ends[-1]), fraction))

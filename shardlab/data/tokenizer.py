@@ -13,16 +13,17 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from shardlab.data.cache import cached
-from shardlab.data.corpus import Corpus
+from shardlab.data.corpus import CheckedCorpus
 from shardlab.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
+_BPE_NAME = re.compile(r"bpe-([1-9][0-9]*)k")
 _FORMAT = 1  # raised when a trained tokenizer would come out differently
-_TRAINING_BYTES = 8 << 20  # more text hardly moves the merges, and costs seconds
+_TRAINING_CHARACTERS = 8 << 20  # more text hardly moves the merges, and costs seconds
 _TRAINING_PIECE = 4096  # characters
 
 
-def make_tokenizer(kind: str, corpus: Corpus, cache: Path) -> PreTrainedTokenizerFast:
+def make_tokenizer(kind: str, corpus: CheckedCorpus, cache: Path) -> PreTrainedTokenizerFast:
     """The tokenizer that a recipe's `data.tokenizer` names: "bytes", "bpe-<N>k" (N x 1024 tokens) or a directory.
 
     A small corpus may not have N x 1024 different pieces: the vocabulary is `len(tokenizer)`, whatever the name says.
@@ -30,14 +31,19 @@ def make_tokenizer(kind: str, corpus: Corpus, cache: Path) -> PreTrainedTokenize
     """
     if kind == "bytes":
         return _byte_tokenizer()
-    if match := re.fullmatch(r"bpe-([1-9][0-9]*)k", kind):
+    if match := _BPE_NAME.fullmatch(kind):
         key = hashlib.sha256(f"{_FORMAT} {kind} {corpus.digest}".encode()).hexdigest()[:32]
 
         def build(directory: Path) -> None:
             _train_bpe(corpus, int(match[1]) * 1024).save_pretrained(str(directory))
 
         return cached(cache / "tokenizers", f"{kind}-{key}", build, PreTrainedTokenizerFast.from_pretrained)
-    return _from_directory(kind)
+    return tokenizer_directory(kind)
+
+
+def named_tokenizer(kind: str) -> bool:
+    """Whether `kind` is one of ours, not a directory."""
+    return kind == "bytes" or _BPE_NAME.fullmatch(kind) is not None
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -62,7 +68,7 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def _train_bpe(corpus: Corpus, vocabulary_size: int) -> PreTrainedTokenizerFast:
+def _train_bpe(corpus: CheckedCorpus, vocabulary_size: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -72,16 +78,16 @@ def _train_bpe(corpus: Corpus, vocabulary_size: int) -> PreTrainedTokenizerFast:
         special_tokens=[END_OF_TEXT],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(corpus, _TRAINING_BYTES), trainer)
+    tokenizer.train_from_iterator(_sample(corpus, _TRAINING_CHARACTERS), trainer)
     return _wrap(tokenizer)
 
 
-def _sample(corpus: Corpus, budget_bytes: int) -> Iterator[str]:
-    """About `budget_bytes` of the corpus, spread evenly over it: a piece is taken whenever the sample lags behind."""
-    share = min(1.0, budget_bytes / corpus.size)
+def _sample(corpus: CheckedCorpus, budget: int) -> Iterator[str]:
+    """About `budget` characters, spread evenly over the corpus: a piece is taken whenever the sample lags behind."""
+    share = min(1.0, budget / corpus.report.characters)
     seen = taken = 0
-    for document in corpus.documents:
-        for piece in document.pieces(_TRAINING_PIECE):
+    for sample in corpus.samples():
+        for piece in sample.pieces(_TRAINING_PIECE):
             if taken <= seen * share:
                 taken += len(piece)
                 yield piece
@@ -95,7 +101,8 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def _from_directory(name: str) -> PreTrainedTokenizerFast:
+def tokenizer_directory(name: str) -> PreTrainedTokenizerFast:
+    """The tokenizer saved in a directory. Raises UserError if there is none that can be used."""
     directory = Path(name).expanduser()
     if not directory.is_dir():
         raise UserError(f"data.tokenizer: {name!r} is neither 'bytes', 'bpe-<N>k' (for example bpe-8k) nor a directory")

@@ -50,19 +50,13 @@ class WindowLoader:
         start_step: int = 0,
         total_samples: int | None = None,
     ) -> None:
-        if min(global_batch_size, micro_batch) < 1 or global_batch_size % (micro_batch * world_size):
-            raise UserError(
-                f"train.global_batch_size {global_batch_size} is not a multiple of shard.micro_batch {micro_batch} x "
-                f"{world_size} ranks = {micro_batch * world_size}"
-            )
         self._rows = rows
         self._global_batch_size = global_batch_size
         self._micro_batch = micro_batch
         self._seed = seed
         self._start_step = start_step
         self._total_samples = total_samples
-        accumulation = global_batch_size // (micro_batch * world_size)
-        self._micro_batches = range(rank * accumulation, (rank + 1) * accumulation)
+        self._micro_batches = micro_batches_of(rank, world_size, global_batch_size, micro_batch)
         self._end_step = steps
         if total_samples is not None:
             self._end_step = min(steps, -(-total_samples // global_batch_size))
@@ -85,6 +79,17 @@ class WindowLoader:
             for index in self._micro_batches
         )
         return Window(step, micro_batches, self._rows.valid_tokens(rows))
+
+
+def micro_batches_of(rank: int, world_size: int, global_batch_size: int, micro_batch: int) -> range:
+    """Which of a step's micro-batches a rank runs. Raises UserError if they don't come out even."""
+    if min(global_batch_size, micro_batch) < 1 or global_batch_size % (micro_batch * world_size):
+        raise UserError(
+            f"train.global_batch_size {global_batch_size} is not a multiple of shard.micro_batch {micro_batch} x "
+            f"{world_size} ranks = {micro_batch * world_size}"
+        )
+    accumulation = global_batch_size // (micro_batch * world_size)
+    return range(rank * accumulation, (rank + 1) * accumulation)
 
 
 def evaluation_batches(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab import __version__
-from shardlab.data import PreparedData, WindowLoader, evaluation_batches, prepare_data
+from shardlab.data import PreparedData, evaluation_batches, prepare_data
 from shardlab.errors import UserError
 from shardlab.model.build import build_model
 from shardlab.planner import describe
@@ -40,7 +40,8 @@ def train(
     claim(output, engine.topology)
     parameters = setup_from_recipe(engine, data)
     if main:
-        say(f"{parameters / 1e6:.2f}M parameters; {data.train_tokens:,} tokens to train on")
+        amount = "a stream of tokens" if data.train_tokens is None else f"{data.train_tokens:,} tokens"
+        say("\n".join([f"{parameters / 1e6:.2f}M parameters; {amount} to train on", *data.report.lines()]))
         (output / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
         _write_json(output / "plan.json", dataclasses.asdict(engine.plan))
     run = _Run(engine, data, output)
@@ -52,6 +53,7 @@ def train(
         "world_size": engine.plan.world_size,
         "base_memory_bytes": per_rank(engine.base_bytes, engine.topology),
         "peak_memory_bytes": per_rank(run.peak_bytes, engine.topology),
+        "data": data.report.as_dict(),
         "model": "model",
         "shardlab": __version__,
     }
@@ -118,8 +120,7 @@ class _Run:
         """All steps, with evaluations between them and at the end."""
         engine, train = self._engine, self._engine.recipe.train
         plan, topology = engine.plan, engine.topology
-        loader = WindowLoader(
-            self._data.train,
+        loader = self._data.windows(
             global_batch_size=plan.global_batch_size,
             micro_batch=plan.micro_batch,
             rank=topology.rank,

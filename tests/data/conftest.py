@@ -1,23 +1,12 @@
-"""Small corpora, and a section with the fields that `prepare_data` reads."""
+"""Small corpora, and recipes' data sections about them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-
-@dataclass(frozen=True)
-class Section:
-    """A recipe's data section, byte tokens and user files by default."""
-
-    cache_dir: str | None
-    files: tuple[str, ...] = ()
-    source: str | None = None
-    evaluation_files: tuple[str, ...] = ()
-    tokenizer: str = "bytes"
-    sequence_length: int = 16
-    evaluation_fraction: float = 0.1
+from shardlab.data.corpus import CheckedCorpus, check_corpus, files_corpus
+from shardlab.recipe import DataSection
 
 
 WriteText = Callable[..., tuple[str, ...]]
@@ -41,8 +30,21 @@ def write_text(tmp_path: Path) -> WriteText:
 
 
 @pytest.fixture
-def section(tmp_path: Path) -> Callable[..., Section]:
-    def make(files: tuple[str, ...], **fields: object) -> Section:
-        return Section(cache_dir=str(tmp_path / "cache"), files=files, **fields)  # type: ignore[arg-type]
+def section(tmp_path: Path) -> Callable[..., DataSection]:
+    """A data section of these files: byte tokens, rows of 16."""
+
+    def make(files: tuple[str, ...], **fields: object) -> DataSection:
+        defaults = {"tokenizer": "bytes", "sequence_length": 16, "evaluation_fraction": 0.1}
+        return DataSection(cache_dir=str(tmp_path / "cache"), files=files, **{**defaults, **fields})
+
+    return make
+
+
+@pytest.fixture
+def checked(tmp_path: Path) -> Callable[..., CheckedCorpus]:
+    """The corpus in these files, its records looked at."""
+
+    def make(files: tuple[str, ...]) -> CheckedCorpus:
+        return check_corpus(files_corpus(files), tmp_path / "cache")
 
     return make

@@ -4,8 +4,8 @@ import datasets
 import numpy as np
 import pytest
 
-from shardlab.data import tokens as tokens_module
-from shardlab.data.corpus import Document, files_corpus
+from shardlab.data import encode as encode_module
+from shardlab.data.plain_text import FileText
 from shardlab.data.tokenizer import make_tokenizer
 from shardlab.data.tokens import read_stream, tokenize_corpus
 
@@ -16,8 +16,8 @@ def cache(tmp_path):
 
 
 @pytest.fixture
-def tokenizer(cache, write_text):
-    return make_tokenizer("bytes", files_corpus(write_text("x", directory="other")), cache)
+def tokenizer(cache, write_text, checked):
+    return make_tokenizer("bytes", checked(write_text("x", directory="other")), cache)
 
 
 def _documents(stream) -> list[bytes]:
@@ -28,16 +28,16 @@ def _documents(stream) -> list[bytes]:
     return [bytes(document[:-1]) for document in documents]
 
 
-def test_each_document_is_its_text_and_an_eos(cache, tokenizer, write_text):
+def test_each_document_is_its_text_and_an_eos(cache, tokenizer, write_text, checked):
     texts = ["one", "zwei <|endoftext|> ü\r\n", "3"]
-    tokenized = tokenize_corpus(files_corpus(write_text(*texts)), tokenizer, 0.0, cache)
+    tokenized = tokenize_corpus(checked(write_text(*texts)), tokenizer, 0.0, cache)
     assert _documents(tokenized.train) == [text.encode() for text in texts]
     assert tokenized.evaluation is None
 
 
-def test_split_documents_are_the_corpus(cache, tokenizer, write_text):
+def test_split_documents_are_the_corpus(cache, tokenizer, write_text, checked):
     texts = [f"document {number}" for number in range(40)]
-    tokenized = tokenize_corpus(files_corpus(write_text(*texts)), tokenizer, 0.2, cache)
+    tokenized = tokenize_corpus(checked(write_text(*texts)), tokenizer, 0.2, cache)
     train, held = _documents(tokenized.train), _documents(tokenized.evaluation)
     assert sorted(train + held) == sorted(text.encode() for text in texts)
     assert (train, held) == (
@@ -47,47 +47,47 @@ def test_split_documents_are_the_corpus(cache, tokenizer, write_text):
     assert len(held) == pytest.approx(8, abs=1)
 
 
-def test_text_encoded_in_pieces_has_the_whole_texts_tokens(cache, write_text, monkeypatch):
+def test_text_encoded_in_pieces_has_the_whole_texts_tokens(cache, write_text, checked, monkeypatch):
     text = "def f(value):\n\n    return 'word'  # it's so\n" * 50
-    corpus = files_corpus(write_text(text))
+    corpus = checked(write_text(text))
     bpe = make_tokenizer("bpe-1k", corpus, cache)
-    monkeypatch.setattr(tokens_module, "_BATCH_CHARACTERS", 100)
-    monkeypatch.setattr(Document, "pieces", partialmethod(Document.pieces, 37))
+    monkeypatch.setattr(encode_module, "BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(FileText, "pieces", partialmethod(FileText.pieces, 37))
     tokenized = tokenize_corpus(corpus, bpe, 0.0, cache)
     assert tokenized.train.tokens.tolist() == [*bpe.encode(text), bpe.eos_token_id]
 
 
-def test_the_file_is_a_dataset(cache, tokenizer, write_text):
-    tokenized = tokenize_corpus(files_corpus(write_text("one", "two")), tokenizer, 0.0, cache)
+def test_the_file_is_a_dataset(cache, tokenizer, write_text, checked):
+    tokenized = tokenize_corpus(checked(write_text("one", "two")), tokenizer, 0.0, cache)
     dataset = datasets.Dataset.from_file(str(cache / "tokens" / tokenized.fingerprint / "train.arrow"))
     assert dataset["input_ids"][:] == [[*b"one", 256], [*b"two", 256]]
 
 
-def test_reading_copies_nothing(cache, tokenizer, write_text):
-    tokenized = tokenize_corpus(files_corpus(write_text("text" * 100)), tokenizer, 0.0, cache)
+def test_reading_copies_nothing(cache, tokenizer, write_text, checked):
+    tokenized = tokenize_corpus(checked(write_text("text" * 100)), tokenizer, 0.0, cache)
     stream = read_stream(cache / "tokens" / tokenized.fingerprint / "train.arrow")
     assert not stream.tokens.flags.owndata
     assert not stream.tokens.flags.writeable
     assert (stream.tokens.dtype, stream.ends.dtype) == (np.uint16, np.int64)
 
 
-def test_a_large_vocabulary_takes_four_bytes(cache, tokenizer, write_text):
+def test_a_large_vocabulary_takes_four_bytes(cache, tokenizer, write_text, checked):
     tokenizer.add_tokens([f"<extra{number}>" for number in range(1 << 16)])
-    tokenized = tokenize_corpus(files_corpus(write_text("a<extra65535>")), tokenizer, 0.0, cache)
+    tokenized = tokenize_corpus(checked(write_text("a<extra65535>")), tokenizer, 0.0, cache)
     assert tokenized.train.tokens.dtype == np.uint32
     assert tokenized.train.tokens.tolist() == [ord("a"), 257 + 65535, 256]
 
 
-def test_a_tokenizer_saved_with_truncation_does_not_cut_documents(cache, tokenizer, write_text):
+def test_a_tokenizer_saved_with_truncation_does_not_cut_documents(cache, tokenizer, write_text, checked):
     tokenizer.backend_tokenizer.enable_truncation(4)
     tokenizer.backend_tokenizer.enable_padding(length=64)
-    tokenized = tokenize_corpus(files_corpus(write_text("a longer text")), tokenizer, 0.0, cache)
+    tokenized = tokenize_corpus(checked(write_text("a longer text")), tokenizer, 0.0, cache)
     assert _documents(tokenized.train) == [b"a longer text"]
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip"])
-def test_a_damaged_file_is_made_again(cache, tokenizer, write_text, damage):
-    corpus = files_corpus(write_text("text" * 100))
+def test_a_damaged_file_is_made_again(cache, tokenizer, write_text, checked, damage):
+    corpus = checked(write_text("text" * 100))
     tokenized = tokenize_corpus(corpus, tokenizer, 0.0, cache)
     file = cache / "tokens" / tokenized.fingerprint / "train.arrow"
     content = bytearray(file.read_bytes())
@@ -102,14 +102,14 @@ def test_a_damaged_file_is_made_again(cache, tokenizer, write_text, damage):
     assert file.read_bytes() != content
 
 
-def test_fingerprint_follows_text_tokenizer_and_split(cache, tokenizer, write_text):
-    corpus = files_corpus(write_text("some text", "more text"))
+def test_fingerprint_follows_text_tokenizer_and_split(cache, tokenizer, write_text, checked):
+    corpus = checked(write_text("some text", "more text"))
     fingerprints = [
         tokenize_corpus(corpus, tokenizer, 0.0, cache).fingerprint,
         tokenize_corpus(corpus, tokenizer, 0.5, cache).fingerprint,
         tokenize_corpus(corpus, make_tokenizer("bpe-1k", corpus, cache), 0.0, cache).fingerprint,
-        tokenize_corpus(files_corpus(write_text("some", directory="b")), tokenizer, 0.0, cache).fingerprint,
+        tokenize_corpus(checked(write_text("some", directory="b")), tokenizer, 0.0, cache).fingerprint,
     ]
     assert len(set(fingerprints)) == 4
-    same = files_corpus(write_text("some text", "more text", directory="moved"))
+    same = checked(write_text("some text", "more text", directory="moved"))
     assert tokenize_corpus(same, tokenizer, 0.0, cache).fingerprint == fingerprints[0]
