@@ -31,7 +31,7 @@ class DocumentRows:
         if sequence_length < 1:
             raise ValueError(f"sequence_length must be at least 1, not {sequence_length}")
         whole = stream.lengths
-        self._tokens = stream
+        self.stream = stream
         self._padding = padding
         self.sequence_length = sequence_length
         self._starts = stream.ends - whole
@@ -52,6 +52,11 @@ class DocumentRows:
     def __len__(self) -> int:
         return len(self._row_ends)
 
+    @property
+    def used_positions(self) -> int:
+        """Positions of all rows that hold text."""
+        return int(self._lengths[self._documents].sum())
+
     def batch(self, indices: Sequence[int] | NDArray[np.int64]) -> dict[str, Tensor]:
         """`input_ids`, `targets` and `position_ids` of these rows, each int64 `(len(indices), T)`.
 
@@ -66,8 +71,8 @@ class DocumentRows:
             used = 0
             for document in self._in_row(row):
                 start, length = int(self._starts[document]), int(self._lengths[document])
-                ids = self._tokens.tokens[start : start + length].astype(np.int64)
-                learned = self._tokens.learned_between(start + 1, start + length)
+                ids = self.stream.tokens[start : start + length].astype(np.int64)
+                learned = self.stream.learned_between(start + 1, start + length)
                 here = slice(used, used + length)
                 inputs[at, here] = ids
                 targets[at, used : used + length - 1] = np.where(learned, ids[1:], IGNORED)

@@ -32,6 +32,7 @@ class PackedRows:
             raise ValueError("the stream's last document must end where its tokens do")
         if stream.learned is not None:
             raise ValueError("cutting anywhere parts an answer from its prompt: such documents go into DocumentRows")
+        self.stream = stream
         self._tokens = stream.tokens
         self._ends = stream.ends
         self._length = len(stream.tokens)
@@ -41,6 +42,11 @@ class PackedRows:
     def __len__(self) -> int:
         # The last token has no successor to predict: it opens no row.
         return max(1, -(-(self._length - 1) // self.sequence_length))
+
+    @property
+    def used_positions(self) -> int:
+        """Positions of all rows that hold text."""
+        return min(self._length, len(self) * self.sequence_length)
 
     def batch(self, indices: Sequence[int] | NDArray[np.int64]) -> dict[str, Tensor]:
         """`input_ids`, `targets` and `position_ids` of these rows, each int64 `(len(indices), T)`.

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardlab.data.records import CorpusReport
+from shardlab.data.records import CorpusReport, Problem
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,12 @@ class DataReport:
     def lines(self, shown: int = 3) -> list[str]:
         """For people: nothing where nothing was left out, mended or cut. `shown` places of each problem."""
         lines = []
-        if self.records > self.documents or self.mended:
+        problems = [name for name in self.problems if name != Problem.EMPTY_FILE.value]
+        if problems:
             lines.append(f"{self.documents:,} documents of {self.records:,} records; {self.mended:,} mended")
-            lines += [self._problem(name, shown) for name in self.problems]
+            lines += [self._problem(name, shown) for name in problems]
+        if Problem.EMPTY_FILE.value in self.problems:
+            lines.append(f"empty files left out: {self.problems[Problem.EMPTY_FILE.value]:,}")
         if self.masked_rows:
             lines.append(f"masked rows: {self.masked_rows:,} documents left out, nothing to learn before their cut")
         if self.truncated_documents:

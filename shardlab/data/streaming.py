@@ -51,7 +51,7 @@ class StreamedText:
         self._dtype = token_type(tokenizer)
         self.masked_documents = self.truncated_documents = self.truncated_tokens = 0
 
-    def chunks(self, epoch: int, seed: int) -> Iterator[Rows]:
+    def chunks(self, epoch: int, seed: int) -> Iterator[PackedRows | DocumentRows]:
         """The rows of each chunk of an epoch."""
         files = len(self._corpus.corpus.sources)
         order = permutation(np.arange(files), files, seed, epoch).tolist()

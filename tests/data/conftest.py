@@ -8,7 +8,6 @@ import pytest
 from shardlab.data.corpus import CheckedCorpus, check_corpus, files_corpus
 from shardlab.recipe import DataSection
 
-
 WriteText = Callable[..., tuple[str, ...]]
 
 

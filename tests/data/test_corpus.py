@@ -89,7 +89,7 @@ def test_empty_files_are_left_out_and_counted_and_a_corpus_of_them_is_refused(ch
     assert [list(sample.pieces()) for sample in corpus.samples()] == [["text"]]
     assert corpus.report.problems == {"empty file": 2}
     assert refusal(corpus) is None
-    with pytest.raises(UserError, match="no text in .*2 empty file"):
+    with pytest.raises(UserError, match=r"no text in .*2 empty file"):
         checked(write_text("", "", directory="empty"))
 
 
