@@ -13,7 +13,7 @@ from shardlab.recipe import Recipe
         ({"streaming": True}, "streaming can't hold out a fraction of what it has not read; give evaluation_files"),
         ({"on_bad_record": "ignore"}, "data.on_bad_record: expected error, skip or replace"),
         ({"columns": {"txt": "body"}}, "unknown key data.columns.txt; did you mean text?"),
-        ({"dataset_text_field": "body"}, "unknown key data.dataset_text_field; did you mean columns.text?"),
+        ({"dataset_text_field": "body"}, "unknown key data.dataset_text_field; did you mean data.columns.text?"),
         ({"pack": True}, "unknown key data.pack; did you mean packing?"),
         ({"max_record_bytes": 0}, "data.max_record_bytes: expected a number above 0"),
     ],
