@@ -1,0 +1,61 @@
+"""Each benchmark at its smallest setting: that it runs, and reports in the form. Figures are not looked at."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FORM = {"title", "hardware", "versions", "command", "load", "rows", "targets", "notes"}
+
+
+def run(script: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(ROOT / "bench" / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=580)
+
+
+def report(script: str, *arguments: str) -> dict[str, Any]:
+    done = run(script, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert set(result) == FORM
+    return result
+
+
+@pytest.mark.slow
+def test_memory_by_backend() -> None:
+    result = report("memory_by_backend.py", "--size", "tiny", "--sequence", "32", "--backends", "ddp,fsdp")
+    assert [row[""] for row in result["rows"]][-2:] == ["shardlab ddp", "shardlab fsdp"]
+    losses = [row["loss"] for row in result["rows"]]
+    assert max(losses[:3]) - min(losses[:3]) < 1e-4  # the peers differ in their optimizer's kernel only
+    assert abs(losses[3] - losses[4]) < 1e-4
+    assert all(row["peak MiB"] > 0 for row in result["rows"])
+
+
+@pytest.mark.slow
+def test_overhead() -> None:
+    result = report("overhead.py", "--models", "tiny", "--precisions", "fp32", "--rounds", "1", "--block", "1")
+    losses = {row["contestant"]: row["loss"] for row in result["rows"]}
+    # The same weights, batches and rates: a difference would mean that they don't do the same work.
+    assert losses["shardlab Engine in a loop"] == pytest.approx(losses["Accelerate loop"], abs=1e-5)
+    assert len(result["targets"]) == 2
+
+
+@pytest.mark.slow
+def test_shakespeare(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"Line {number}: to be, or not to be.\n" for number in range(400)))
+    result = report("shakespeare.py", "--data", str(text), "--steps", "3", "--threads", "1")
+    peer, ours = (row["validation loss"] for row in result["rows"])
+    assert 3 < peer < 5  # near the logarithm of the vocabulary: 65 characters or fewer, and 257 bytes
+    assert 3 < ours < 6
+
+
+def test_shakespeare_says_in_one_line_that_the_text_is_missing(tmp_path: Path) -> None:
+    done = run("shakespeare.py", "--data", str(tmp_path / "no.txt"))
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "no.txt" in done.stderr
