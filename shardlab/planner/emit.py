@@ -22,8 +22,8 @@ from shardlab.backends.zero_config import deepspeed_config
 from shardlab.plan import BackendName, Offload, Plan
 from shardlab.planner.lint.tables import dead_keys
 
-# Llama-3-8B, for limits that have to be numbers: its largest tensor (the embedding) and all of them, in elements.
-REFERENCE_SIZES = (525_336_576, 7_504_924_672)
+# For limits that have to be numbers: as if it were of Llama-3-8B's size, in tensors of its largest (the embedding).
+REFERENCE_SIZES = (525_336_576,) * 15
 NVME_PATH = "nvme_offload"  # in the working directory; DeepSpeed makes it
 NVME_BUFFER_ELEMENTS = 600_000_000  # DeepSpeed refuses a buffer smaller than the largest tensor
 

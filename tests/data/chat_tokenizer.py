@@ -22,7 +22,8 @@ MARKED = (  # the same, learning what CHATML's turns add: content, end of turn a
 MARKED_CONTENT = MARKED.replace("<|im_end|>\n{% endgeneration %}", "<|im_end|>{% endgeneration %}\n")
 INST = (  # no header before the answer, a BOS, a refusal of anything but turns
     "{{ bos_token }}{% for message in messages %}"
-    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must take turns') }}{% endif %}"
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must take turns') }}{% endif %}"
     "{% if message.role == 'user' %}[INST] {{ message.content }} [/INST]"
     "{% else %} {{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )

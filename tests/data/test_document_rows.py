@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -51,7 +53,7 @@ def test_rows_are_whole_documents_cut_to_the_sequence(packed, documents, length)
         batch = {key: values[0].tolist() for key, values in rows.batch([row]).items()}
         inputs, targets, positions = (batch[key] for key in ("input_ids", "targets", "position_ids"))
         starts = [at for at, position in enumerate(positions) if position == 0] + [length]
-        spans = list(zip(starts[:-1], starts[1:], strict=True))
+        spans = list(pairwise(starts))
         assert positions == [at for start, end in spans for at in range(end - start)]
         parts = [(inputs[start:end], targets[start:end]) for start, end in spans]
         if parts[-1][1] == [IGNORED] * len(parts[-1][1]):

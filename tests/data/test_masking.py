@@ -1,6 +1,7 @@
 """Prompts are not learned: ids and masks beside those that transformers' own tokenizer makes, token by token."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import datasets
@@ -174,12 +175,12 @@ def test_a_conversation_that_cannot_be_used_is_a_bad_record(chat, tmp_path, mess
 
 def test_a_tokenizer_without_a_chat_template_is_refused(chat):
     for fields in ({}, {"tokenizer": "bytes"}):
-        with pytest.raises(UserError, match="has no chat template; give data.tokenizer a directory"):
+        with pytest.raises(UserError, match=r"has no chat template; give data\.tokenizer a directory"):
             chat(CHATS, None, **fields)
 
 
 def test_plain_text_has_no_prompts(section, write_text):
-    with pytest.raises(UserError, match="data.format needs records with prompt and completion"):
+    with pytest.raises(UserError, match=r"data\.format needs records with prompt and completion"):
         prepare_data(section(write_text("text"), format="instruct"))
 
 
@@ -203,14 +204,14 @@ def test_a_tables_empty_keys_are_not_the_templates_business(tmp_path, section):
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_rows_are_the_tokenizers_documents_with_prompts_ignored(chat, packing):
-    """Each row taken apart at its positions gives whole documents back; targets are the next tokens that are learned."""
+    """Each row taken apart where positions restart gives documents back; targets are the next tokens, if learned."""
     documents, _, data = chat(CHATS[:2] * 3, CHATML, packing=packing, sequence_length=128)
     batch = {key: values.tolist() for key, values in data.train.batch(range(len(data.train))).items()}
     assert (len(data.train) < 6) == packing
     found = []
     for inputs, targets, positions in zip(*(batch[k] for k in ("input_ids", "targets", "position_ids")), strict=True):
         starts = [*(at for at, position in enumerate(positions) if position == 0), len(inputs)]
-        for start, end in zip(starts[:-1], starts[1:], strict=True):
+        for start, end in pairwise(starts):
             learned = [False, *(target != IGNORED for target in targets[start : end - 1])]
             assert [t for t in targets[start : end - 1] if t != IGNORED] == [
                 token for token, flag in zip(inputs[start:end], learned, strict=True) if flag

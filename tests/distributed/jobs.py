@@ -1,144 +1,208 @@
 """What the pool's workers run: one small training job on a given backend."""
 
 import gc
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from shardlab.backends import make_backend
-from shardlab.backends.base import Job
-from shardlab.data.window import IGNORED, MicroBatch, Window
+from shardlab.backends import make_backend, zero_config
+from shardlab.backends.base import Applied, Backend, Job, OptimizerSettings
+from shardlab.backends.optimizer import build_optimizer
 from shardlab.model.deferred import build_deferred
-from shardlab.model.trainable import make_trainable
+from shardlab.model.trainable import Trainable, make_trainable
 from shardlab.plan import Offload, Plan
-from shardlab.recipe import SGD, AdamW
+from shardlab.recipe import SGD, AdamW, ParameterGroup
 from shardlab.topology import Topology
+from tests.distributed.batches import sequences, window
+from tests.distributed.models import MODELS
 
-SEQUENCES, LENGTH, VOCABULARY = 8, 16, 65
-
-
-def tiny_llama(tied: bool = False, dropout: float = 0.0) -> torch.nn.Module:
-    """5 rows of MLP weights and 65 of vocabulary: neither divides by 2 or 4 ranks."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=5,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        attention_dropout=dropout,
-    )
-    return LlamaForCausalLM(config)
+Arrays = dict[str, NDArray[np.float32]]
 
 
-def global_batch(step: int, sequences: int = SEQUENCES) -> dict[str, Tensor]:
-    """Sequences with unlike numbers of targets; the second row has none at all, the third two documents."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(0, VOCABULARY, (sequences, LENGTH + 1), generator=generator)
-    targets = tokens[:, 1:].clone()
-    for row in range(sequences):
-        targets[row, LENGTH - (3 * row % LENGTH) :] = IGNORED
-    targets[1] = IGNORED
-    positions = torch.arange(LENGTH).repeat(sequences, 1)
-    positions[2, 6:] -= 6
-    targets[2, 5] = IGNORED
-    return {"input_ids": tokens[:, :-1], "targets": targets, "position_ids": positions}
+@dataclass(frozen=True)
+class Case:
+    """One training job; the same in every rank."""
+
+    backend: str = "ddp"
+    model: str = "llama"
+    data: str = "mixed"
+    micro: int = 1
+    steps: int = 3
+    optimizer: str = "sgd"
+    lr: float = 1.0
+    clip: float | None = 1.0
+    dropout: float = 0.0
+    recompute: str = "none"
+    precision: str = "fp32"
+    offload: str = "none"
+    freeze: tuple[str, ...] = ()
+    evaluate_first: bool = False
+    threshold: int = 0  # ZeRO-3 keeps parameters below it gathered; tiny models would hide its faults
+    poison_step: int | None = None  # the last rank's activations are infinite at that step
+    forgotten: str | None = None  # the optimizer holds a copy of this tensor instead of the model's own
+    idle: str | None = None  # a parameter group with a learning rate of 0
 
 
-def window(step: int, micro: int, rank: int, world: int, batch: dict[str, Tensor]) -> Window:
-    """This rank's part of the global batch, in micro-batches of `micro` sequences."""
-    count = batch["targets"].shape[0] // micro // world
-    indices = range(rank * count, (rank + 1) * count)
-    parts = tuple(MicroBatch({k: v[i * micro : (i + 1) * micro] for k, v in batch.items()}, i) for i in indices)
-    return Window(step, parts, int((batch["targets"] != IGNORED).sum()))
+@dataclass
+class Outcome:
+    """What came of a job on one rank. Whole tensors are kept on rank 0 only."""
+
+    losses: list[float]
+    norms: list[float]
+    skipped: list[bool]
+    evaluation: tuple[float, int]
+    unchanged: list[str]
+    local_elements: dict[str, int]  # of each tensor, what this rank holds between steps
+    state_elements: int  # of first moments on this rank
+    buffers: Arrays
+    dtypes: set[str]
+    before: Arrays = field(default_factory=dict)
+    after: Arrays = field(default_factory=dict)
+    around_poison: list[Arrays] = field(default_factory=list)
 
 
-def train(
-    backend: str,
-    *,
-    micro: int = 1,
-    steps: int = 3,
-    optimizer: str = "sgd",
-    lr: float = 0.1,
-    clip: float | None = 1.0,
-    tied: bool = False,
-    dropout: float = 0.0,
-    recompute: str = "none",
-    precision: str = "fp32",
-    freeze: tuple[str, ...] = (),
-    offload: str = "none",
-    incomplete: bool = False,
-    poison_step: int | None = None,
-) -> dict[str, Any]:
-    """Train the tiny model; losses, norms and (on rank 0) all tensors before and after."""
+def train(case: Case) -> Outcome:
+    """Run `case` on this rank."""
+    with running(case) as (engine, trainable, topology):
+        first = dict(engine.tensors())
+        before, around = arrays(first), []
+        held = local_elements(trainable)
+        batches = window(case.data, 99, case.micro, topology.rank, topology.world_size).micro_batches
+        if case.evaluate_first:
+            engine.evaluate(batches)
+        applied: list[Applied] = []
+        for step in range(case.steps):
+            mine = window(case.data, step, case.micro, topology.rank, topology.world_size)
+            with ExitStack() as stack:
+                if step == case.poison_step:
+                    around.append(whole(engine))
+                    if topology.rank == topology.world_size - 1:
+                        stack.enter_context(poisoned(trainable))
+                applied.append(engine.run_window(mine, case.lr))
+            if step == case.poison_step:
+                around.append(whole(engine))
+        evaluation, after = engine.evaluate(batches), whole(engine)
+        outcome = Outcome(
+            losses=[one.loss_sum / one.tokens for one in applied],
+            norms=[one.grad_norm for one in applied],
+            skipped=[one.skipped for one in applied],
+            evaluation=evaluation,
+            unchanged=engine.unchanged_parameters(),
+            local_elements=held,
+            state_elements=state_elements(engine.optimizer),
+            buffers={name: buffer.float().numpy().copy() for name, buffer in trainable.named_buffers()},
+            dtypes={str(tensor.dtype) for tensor in first.values()},
+        )
+        if topology.rank == 0:
+            outcome.before, outcome.after, outcome.around_poison = before, after, around
+        return outcome
+
+
+@contextmanager
+def running(case: Case) -> Iterator[tuple[Backend, Trainable, Topology]]:
+    """The case's model on its backend, ready for the first window."""
+    model, weights = build_deferred(lambda: MODELS[case.model](case.dropout), seed=0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in case.freeze)
+    plan = make_plan(case, sequences(case.data))
+    with prepared(model, weights, plan, settings(case), case.threshold) as ready:
+        yield ready
+
+
+@contextmanager
+def prepared(
+    model: nn.Module, weights: Any, plan: Plan, optimizer: OptimizerSettings, threshold: int = 0
+) -> Iterator[tuple[Backend, Trainable, Topology]]:
+    """A backend that holds `model`; released afterwards, so that the next job starts from nothing."""
     topology = Topology.detect()
-    rank, world = topology.rank, topology.world_size
-    plan = Plan(
-        backend=backend,
-        world_size=world,
-        micro_batch=micro,
-        accumulation=SEQUENCES // micro // world,
-        global_batch_size=SEQUENCES,
-        precision=precision,
-        recompute=recompute,
-        clip_grad_norm=clip,
-        offload=Offload(offload, offload) if backend != "zero2" and backend != "zero1" else Offload("none", offload),
-    )
-    module, weights = build_deferred(lambda: tiny_llama(tied, dropout), seed=0)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name not in freeze)
-    trainable = make_trainable(module, seed=7, recompute=recompute)
+    trainable = make_trainable(model, seed=7, recompute=plan.recompute)
     trainable.train()
-    settings = SGD(name="sgd", lr=lr) if optimizer == "sgd" else AdamW(lr=lr, weight_decay=0.1)
     engine = make_backend(plan)
-    engine.prepare(Job(trainable, plan, settings, topology), weights)
-    before = {name: value.clone() for name, value in engine.tensors()}
-    applied = []
-    for step in range(steps):
-        batch = global_batch(step)
-        if incomplete and step == steps - 1:
-            batch["targets"][5:] = IGNORED
-        mine = window(step, micro, rank, world, batch)
-        if step == poison_step and rank == world - 1:
-            trainable.random = replace(trainable.random)
-            with poisoned(trainable):
-                applied.append(engine.run_window(mine, lr))
-        else:
-            applied.append(engine.run_window(mine, lr))
-        if step == 0:
-            unchanged = engine.unchanged_parameters()
-    evaluation = engine.evaluate(window(0, micro, rank, world, global_batch(99)).micro_batches)
-    after = {name: value.clone() for name, value in engine.tensors()}
-    engine.close()
-    del engine, trainable, module
-    gc.collect()
-    result = {
-        "loss": [a.loss_sum / a.tokens for a in applied],
-        "norm": [a.grad_norm for a in applied],
-        "skipped": [a.skipped for a in applied],
-        "evaluation": evaluation,
-        "unchanged": unchanged,
+    with mock.patch.object(zero_config, "PERSISTENCE_THRESHOLD", threshold):
+        engine.prepare(Job(trainable, plan, optimizer, topology), weights)
+    try:
+        yield engine, trainable, topology
+    finally:
+        engine.close()
+        del engine, trainable
+        gc.collect()
+
+
+def make_plan(case: Case, global_batch_size: int) -> Plan:
+    """The plan of `case` on the ranks that there are."""
+    world = Topology.detect().world_size
+    below_stage_3 = case.backend in ("zero1", "zero2")
+    return Plan(
+        backend=case.backend,
+        world_size=world,
+        micro_batch=case.micro,
+        accumulation=global_batch_size // case.micro // world,
+        global_batch_size=global_batch_size,
+        precision=case.precision,
+        recompute=case.recompute,
+        clip_grad_norm=case.clip,
+        offload=Offload("none" if below_stage_3 else case.offload, case.offload),
+    )
+
+
+def settings(case: Case) -> OptimizerSettings:
+    """The case's optimizer, or a factory of one that holds a stale tensor."""
+    groups = () if case.idle is None else (ParameterGroup(pattern=case.idle, lr=0.0, weight_decay=0.0),)
+    chosen: AdamW | SGD = SGD(name="sgd", lr=case.lr, groups=groups)
+    if case.optimizer == "adamw":
+        chosen = AdamW(lr=case.lr, weight_decay=0.1, groups=groups)
+    if case.forgotten is None:
+        return chosen
+
+    def stale(named: Any) -> Optimizer:
+        return build_optimizer(
+            chosen, [(n, nn.Parameter(p.detach().clone()) if n == case.forgotten else p) for n, p in named]
+        )
+
+    return stale
+
+
+@contextmanager
+def poisoned(trainable: Trainable) -> Iterator[None]:
+    """The model's last block gives infinite activations inside."""
+
+    def spoil(_module: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
+        return output * torch.tensor(float("inf"))
+
+    hook = trainable.blocks[-1].register_forward_hook(spoil)
+    yield
+    hook.remove()
+
+
+def whole(engine: Backend) -> Arrays:
+    """Every tensor of the model (an array travels between processes by value, a tensor by a file descriptor)."""
+    return arrays(dict(engine.tensors()))
+
+
+def arrays(tensors: dict[str, Tensor]) -> Arrays:
+    """Copies in fp32."""
+    return {name: value.float().numpy().copy() for name, value in tensors.items()}
+
+
+def local_elements(trainable: Trainable) -> dict[str, int]:
+    """By tensor name, the number of elements in this rank's memory."""
+    return {
+        name: (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
+        for name, parameter in trainable.named_canonical()
     }
-    return result | ({"before": before, "after": after} if rank == 0 else {})
 
 
-class poisoned:
-    """The model's last block gives an infinite activation inside."""
-
-    def __init__(self, trainable: Any):
-        self._block = trainable.blocks[-1]
-
-    def __enter__(self) -> None:
-        def spoil(_module: Any, _arguments: Any, output: Tensor) -> Tensor:
-            return output * torch.tensor(float("inf"))
-
-        self._hook = self._block.register_forward_hook(spoil)
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
+def state_elements(optimizer: Any) -> int:
+    """Elements of the first moments that this rank holds."""
+    inner = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed's stands around torch's
+    moments = [state["exp_avg"] for state in inner.state.values() if "exp_avg" in state]
+    return sum((moment.to_local() if isinstance(moment, DTensor) else moment).numel() for moment in moments)

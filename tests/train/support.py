@@ -6,13 +6,15 @@ import os
 import random
 import subprocess
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 import yaml
 
@@ -21,7 +23,8 @@ from shardlab.topology import Topology
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "shardlab")
-LIMIT_SECONDS = 400  # for a command that takes ten on a quiet machine
+JOB_VARIABLE = "SHARDLAB_TEST_JOB"
+LIMIT_SECONDS = 300  # for a command that takes ten on a quiet machine
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 
 # The fixtures TINY and TINY-T of the field cases.
@@ -108,15 +111,39 @@ def shardlab(*arguments: str | Path) -> Ended:
 
 def run_process(command: Sequence[str | Path], environment: Mapping[str, str] | None = None) -> Ended:
     """A command in a process of its own, from the repository's root, so that `tests` can be imported."""
-    done = subprocess.run(
+    name = uuid.uuid4().hex
+    process = subprocess.Popen(
         [str(part) for part in command],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=LIMIT_SECONDS,
         cwd=REPOSITORY,
-        env={**os.environ, **(environment or {})},
+        env={**os.environ, **(environment or {}), JOB_VARIABLE: name},
     )
-    return Ended(done.returncode, done.stdout, done.stderr)
+    try:
+        out, err = process.communicate(timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        end_job(name)
+        out, err = process.communicate()
+        raise AssertionError(f"{command[0]} hangs; it said:\n{out}\n{err}") from None
+    return Ended(process.returncode, out, err)
+
+
+def job_processes(name: str) -> list[psutil.Process]:
+    """Those whose environment says that they are of this job, whatever session they are in; a zombie has none."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(JOB_VARIABLE) == name:
+                found.append(process)
+    return found
+
+
+def end_job(name: str) -> None:
+    """End what is left of it."""
+    for process in job_processes(name):
+        with suppress(psutil.Error):
+            process.kill()
 
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
