@@ -41,7 +41,8 @@ class AugmentedRows(Rows, Protocol):
 
 def sample_seeds(seed: int, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
     """One 63-bit number for each global sample position (a splitmix64 step)."""
-    state = np.uint64(seed) * np.uint64(0xD1342543DE82EF95) + positions.astype(np.uint64)
+    run = np.full(positions.shape, seed, dtype=np.uint64)  # arrays wrap round in silence, scalars warn
+    state = run * np.uint64(0xD1342543DE82EF95) + positions.astype(np.uint64)
     state = (state + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
