@@ -35,7 +35,7 @@ def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
 
 
 COMMANDS = sorted(_commands(typer.main.get_command(app)))
-UNTOLD = {"cache_dir", "replicas"}  # keys that the template leaves out; the second should not be
+UNTOLD = {"cache_dir"}  # keys that the template leaves out
 
 
 def test_the_commands_are_these() -> None:

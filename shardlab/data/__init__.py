@@ -6,19 +6,22 @@ position, so that every rank computes its own and a run resumes at any world siz
 
 from shardlab.data.document_rows import DocumentRows
 from shardlab.data.order import permutation, rows_at
+from shardlab.data.own_rows import OwnData
 from shardlab.data.packing import PackedRows, pack
-from shardlab.data.prepare import PreparedData, prepare_data
+from shardlab.data.prepare import PreparedData, prepare, prepare_data
 from shardlab.data.report import DataReport
 from shardlab.data.streaming import StreamedText, StreamLoader
 from shardlab.data.user_batches import shifted, windows_from_batches
 from shardlab.data.window import IGNORED, MicroBatch, Window
-from shardlab.data.windows import Rows, WindowLoader, evaluation_batches
+from shardlab.data.windows import AugmentedRows, Rows, WindowLoader, evaluation_batches
 
 __all__ = [
     "IGNORED",
+    "AugmentedRows",
     "DataReport",
     "DocumentRows",
     "MicroBatch",
+    "OwnData",
     "PackedRows",
     "PreparedData",
     "Rows",
@@ -29,6 +32,7 @@ __all__ = [
     "evaluation_batches",
     "pack",
     "permutation",
+    "prepare",
     "prepare_data",
     "rows_at",
     "shifted",

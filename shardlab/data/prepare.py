@@ -12,6 +12,7 @@ from shardlab.data.chat import ChatTemplate
 from shardlab.data.corpus import CheckedCorpus, Corpus, check_corpus, files_corpus, refusal, stdlib_corpus
 from shardlab.data.document_rows import DocumentRows
 from shardlab.data.forms import ChatForm, Form, InstructForm, TextForm
+from shardlab.data.own_rows import OwnData, own_rows
 from shardlab.data.packing import PackedRows
 from shardlab.data.report import DataReport
 from shardlab.data.sources import Reading
@@ -40,6 +41,10 @@ class PreparedData:
     train_tokens: int | None
     evaluation_tokens: int
     fingerprint: str
+
+    def size(self) -> str:
+        """How much there is, for people."""
+        return "a stream of tokens" if self.train_tokens is None else f"{self.train_tokens:,} tokens"
 
     @property
     def documents(self) -> int:
@@ -112,6 +117,11 @@ def prepare_data(section: DataSection) -> PreparedData:
         evaluation_tokens=len(evaluation.tokens) if evaluation is not None else 0,
         fingerprint=fingerprint,
     )
+
+
+def prepare(section: DataSection) -> PreparedData | OwnData:
+    """`prepare_data`, or the rows of the user's own function where `section.builder` names one."""
+    return prepare_data(section) if section.builder is None else own_rows(section.builder)
 
 
 def read_corpora(section: DataSection, cache: Path) -> tuple[CheckedCorpus, ...]:

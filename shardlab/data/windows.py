@@ -6,7 +6,7 @@ step, and each rank knows the window's token count without asking its peers.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,27 @@ class Rows(Protocol):
     def batch(self, indices: Sequence[int] | NDArray[np.int64]) -> dict[str, Tensor]: ...
 
     def valid_tokens(self, indices: Sequence[int] | NDArray[np.int64]) -> int: ...
+
+
+@runtime_checkable
+class AugmentedRows(Rows, Protocol):
+    """Rows that change each time they are seen, by numbers that are the same in every run.
+
+    `seeds` has one number for each index: a function of the run's seed and of the sample's position in the whole run,
+    so it differs between samples, epochs and ranks, and depends on neither the world size nor a resume.
+    """
+
+    def batch_at(self, indices: NDArray[np.int64], seeds: NDArray[np.uint64]) -> dict[str, Tensor]: ...
+
+
+def sample_seeds(seed: int, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """One 63-bit number for each global sample position (a splitmix64 step)."""
+    run = np.full(positions.shape, seed, dtype=np.uint64)  # arrays wrap round in silence, scalars warn
+    state = run * np.uint64(0xD1342543DE82EF95) + positions.astype(np.uint64)
+    state = (state + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (state ^ (state >> np.uint64(31))) >> np.uint64(1)
 
 
 class WindowLoader:
@@ -74,11 +95,14 @@ class WindowLoader:
         rows = rows_at(positions, len(self._rows), self._seed)
         if self._total_samples is not None:
             rows[positions >= self._total_samples] = FILLER
-        micro_batches = tuple(
-            MicroBatch(self._rows.batch(rows[index * self._micro_batch : (index + 1) * self._micro_batch]), index)
-            for index in self._micro_batches
-        )
+        micro_batches = tuple(MicroBatch(self._batch(rows, positions, index), index) for index in self._micro_batches)
         return Window(step, micro_batches, self._rows.valid_tokens(rows))
+
+    def _batch(self, rows: NDArray[np.int64], positions: NDArray[np.int64], index: int) -> dict[str, Tensor]:
+        part = slice(index * self._micro_batch, (index + 1) * self._micro_batch)
+        if isinstance(self._rows, AugmentedRows):
+            return self._rows.batch_at(rows[part], sample_seeds(self._seed, positions[part]))
+        return self._rows.batch(rows[part])
 
 
 def micro_batches_of(rank: int, world_size: int, global_batch_size: int, micro_batch: int) -> range:

@@ -129,6 +129,8 @@ class DataSection(Section):
     """stdlib: the source text of Python's standard library; the default when no files are given."""
     files: Names = ()
     """Files or globs, used instead of a source: text, .jsonl, .parquet, or the directory of a saved dataset."""
+    builder: str | None = None
+    """"package.module:function" returns (training rows, evaluation rows), for a model that is no language model."""
     evaluation_files: Names = ()
     """Files or globs held out for evaluation, used instead of `evaluation_fraction`."""
     format: Literal["text", "instruct", "chat"] = "text"
@@ -154,12 +156,14 @@ class DataSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_source(cls, raw: Any) -> Any:
-        if isinstance(raw, Mapping) and not raw.get("files") and raw.get("source") is None:
+        if isinstance(raw, Mapping) and not raw.get("files") and not raw.get("builder") and raw.get("source") is None:
             return {**raw, "source": "stdlib"}
         return raw
 
     @model_validator(mode="after")
     def _two_corpora_at_once(self) -> "DataSection":
+        if self.builder is not None and (self.source is not None or self.files):
+            raise ValueError("builder brings rows of its own; leave source and files out")
         if self.source is not None and self.files:
             raise ValueError("source and files are both given; keep one (source: null trains on the files)")
         return self

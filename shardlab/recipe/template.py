@@ -16,6 +16,7 @@ model:
 data:
   source: stdlib              # the standard library's source text; or instead:
   # files: [texts/*.txt]      #   files or globs: text (a document each), .jsonl, .parquet, a saved dataset's directory
+  # builder: package.module:function   # rows for a model that is no language model
   # evaluation_files: []      #   held out, instead of a fraction
   format: text                # or instruct (prompt, completion), chat (messages): only answers are learned
   columns: {text: text, prompt: prompt, completion: completion, messages: messages}   # of a record
@@ -40,6 +41,7 @@ shard:
   backend: auto               # ddp, zero1, zero2, zero3, fsdp
   micro_batch: auto           # accumulation = global_batch_size / (micro_batch x ranks)
   world_size: null            # ranks expected
+  replicas: 1                 # fsdp: groups of ranks that each shard the whole model (HSDP)
   reshard_after_forward: true
   offload: {parameters: none, optimizer: none}   # or cpu
   recompute: none             # or full

@@ -184,7 +184,7 @@ class Engine:
             if self.recipe.train.on_nonfinite == "stop":
                 raise NonFiniteError(
                     f"step {window.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; the weights are "
-                    "those before this step. Lower train.optimizer.lr, or set train.on_nonfinite=skip to go on without it",
+                    "those before this step. Lower train.optimizer.lr, or go on without it: train.on_nonfinite=skip",
                     result,
                 )
         return result

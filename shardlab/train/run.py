@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab import __version__
-from shardlab.data import PreparedData, evaluation_batches, prepare_data
+from shardlab.data import OwnData, PreparedData, evaluation_batches, prepare
 from shardlab.errors import UserError
 from shardlab.model.build import build_model
 from shardlab.planner import describe
@@ -34,14 +34,13 @@ def train(
     """
     engine = Engine.from_recipe(recipe, world_size=world_size)
     main = engine.topology.is_main
-    data = prepare_data(recipe.data)
+    data = prepare(recipe.data)
     if main:
         say(describe(engine.plan))
     claim(output, engine.topology)
     parameters = setup_from_recipe(engine, data)
     if main:
-        amount = "a stream of tokens" if data.train_tokens is None else f"{data.train_tokens:,} tokens"
-        say("\n".join([f"{parameters / 1e6:.2f}M parameters; {amount} to train on", *data.report.lines()]))
+        say("\n".join([f"{parameters / 1e6:.2f}M parameters; {data.size()} to train on", *data.report.lines()]))
         (output / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
         _write_json(output / "plan.json", dataclasses.asdict(engine.plan))
     run = _Run(engine, data, output)
@@ -65,13 +64,13 @@ def train(
     return summary if main else None
 
 
-def setup_from_recipe(engine: Engine, data: PreparedData) -> int:
+def setup_from_recipe(engine: Engine, data: PreparedData | OwnData) -> int:
     """Build the recipe's model for the data's tokenizer and shard it. Returns its number of parameters."""
     recipe, tokenizer = engine.recipe, data.tokenizer
     model, weights = build_model(
         recipe.model,
-        vocabulary=len(tokenizer),
-        eos_token_id=tokenizer.eos_token_id,
+        vocabulary=len(tokenizer) if tokenizer is not None else 0,
+        eos_token_id=tokenizer.eos_token_id if tokenizer is not None else None,
         sequence_length=recipe.data.sequence_length,
         seed=engine.plan.seed,
     )
@@ -105,7 +104,7 @@ def per_rank(value: int, topology: Topology) -> list[int]:
 class _Run:
     """The loop and what it keeps for the summary."""
 
-    def __init__(self, engine: Engine, data: PreparedData, output: Path):
+    def __init__(self, engine: Engine, data: PreparedData | OwnData, output: Path):
         self._engine = engine
         self._data = data
         self.peak_bytes = 0  # over the steps, not over building the model before or writing it after
