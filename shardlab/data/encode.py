@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from shardlab.data.forms import ChatForm, Conversation, Form, InstructForm, Instruction, Sample
+from shardlab.data.tokenizer import all_cores
 
 BATCH_CHARACTERS = 1 << 20  # encoded at once: some 130 bytes of the encoder's memory per token
 Item = TypeVar("Item")
@@ -58,7 +59,7 @@ class _TextEncoder:
 
     def __call__(self, samples: Iterable[Sample]) -> Iterator[Encoded]:
         for batch in _batches(_marked(samples), lambda item: len(item[0])):
-            encodings = self._encoder.encode_batch_fast([text for text, _, _ in batch], add_special_tokens=False)
+            encodings = _on_all_cores(self._encoder.encode_batch_fast, [text for text, _, _ in batch])
             for encoding, (_, first, last) in zip(encodings, batch, strict=True):
                 ids = encoding.ids
                 if first:
@@ -91,7 +92,7 @@ class _InstructEncoder:
                 yield Encoded(self._before + whole, learned, last=True)
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._encoder.encode_batch_fast(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in _on_all_cores(self._encoder.encode_batch_fast, texts)]
 
 
 class _ChatEncoder:
@@ -103,7 +104,7 @@ class _ChatEncoder:
 
     def __call__(self, samples: Iterable[Conversation]) -> Iterator[Encoded]:
         for batch in _batches(samples, lambda sample: sample.characters):
-            encodings = self._encoder.encode_batch([sample.text for sample in batch], add_special_tokens=False)
+            encodings = _on_all_cores(self._encoder.encode_batch, [sample.text for sample in batch])
             for sample, encoding in zip(batch, encodings, strict=True):
                 yield Encoded(encoding.ids, _within(encoding.offsets, sample.spans), last=True)
 
@@ -131,6 +132,11 @@ def _encoder(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     encoder.no_truncation()  # a tokenizer saved with these on would cut or pad documents in silence
     encoder.no_padding()
     return encoder
+
+
+def _on_all_cores(encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
+    with all_cores():
+        return encode(texts, add_special_tokens=False)
 
 
 def _marked(samples: Iterable[Sample]) -> Iterator[tuple[str, bool, bool]]:

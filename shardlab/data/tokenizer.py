@@ -5,8 +5,10 @@ two give back any text exactly: `decode(encode(text)) == text`.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -18,6 +20,7 @@ from shardlab.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 _BPE_NAME = re.compile(r"bpe-([1-9][0-9]*)k")
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
 _FORMAT = 1  # raised when a trained tokenizer would come out differently
 _TRAINING_CHARACTERS = 8 << 20  # more text hardly moves the merges, and costs seconds
 _TRAINING_PIECE = 4096  # characters
@@ -44,6 +47,21 @@ def make_tokenizer(kind: str, corpus: CheckedCorpus, cache: Path) -> PreTrainedT
 def named_tokenizer(kind: str) -> bool:
     """Whether `kind` is one of ours, not a directory."""
     return kind == "bytes" or _BPE_NAME.fullmatch(kind) is not None
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Let the `tokenizers` library use its threads, though the ranks' environment says no: they would be in the way of
+    training, but while one rank encodes the others wait.
+
+    The library reads the variable at each call. It stays set, so that a later fork brings no warning.
+    """
+    before = os.environ.get(_PARALLELISM)
+    os.environ[_PARALLELISM] = "true"
+    try:
+        yield
+    finally:
+        os.environ[_PARALLELISM] = before or "false"
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerFast) -> str:
@@ -78,7 +96,8 @@ def _train_bpe(corpus: CheckedCorpus, vocabulary_size: int) -> PreTrainedTokeniz
         special_tokens=[END_OF_TEXT],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(corpus, _TRAINING_CHARACTERS), trainer)
+    with all_cores():
+        tokenizer.train_from_iterator(_sample(corpus, _TRAINING_CHARACTERS), trainer)
     return _wrap(tokenizer)
 
 

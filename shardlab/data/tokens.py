@@ -22,6 +22,7 @@ from shardlab.data.corpus import CheckedCorpus
 from shardlab.data.encode import Encoded, make_encoder, masks, opening
 from shardlab.data.split import SPLIT_RULE, Part, split
 from shardlab.data.tokenizer import tokenizer_digest
+from shardlab.errors import UserError
 
 COLUMN = "input_ids"
 LEARNED_COLUMN = "learned"
@@ -121,6 +122,8 @@ def _write_streams(directory: Path, corpus: CheckedCorpus, tokenizer: PreTrained
     dtype = token_type(tokenizer)
     with raw.open("wb") as tokens_file, raw_learned.open("wb") as learned_file:
         lengths = _write_documents(tokens_file, learned_file, encoded, dtype)
+    if not lengths.sum():
+        raise UserError(f"{corpus.corpus.key}: the tokenizer makes no token of any of {len(lengths)} documents")
     tokens = np.memmap(raw, dtype=dtype, mode="r")
     learned = np.memmap(raw_learned, dtype=bool, mode="r") if masks(form) else None
     train, evaluation = split(lengths, fraction, whole_documents=masks(form))

@@ -128,6 +128,18 @@ def test_line_ends_of_either_kind_and_none_at_the_end_are_fine(write_lines, sect
     assert data.report.lines() == []
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_line_may_be_as_long_as_the_recipe_says_and_no_longer(write_lines, section, end, last):
+    lines = [GOOD, GOOD[:-1] + " }"] if last else [GOOD[:-1] + " }", GOOD]
+    recipe = section(
+        write_lines(*lines, end=end), max_record_bytes=len(GOOD), on_bad_record="skip", evaluation_fraction=0.0
+    )
+    data = prepare_data(recipe)
+    assert _texts(data) == ["a good record"]
+    assert _lines(data.report.problems, data.report.places) == {"too long": 2 if last else 1}
+
+
 def test_jsonl_is_never_read_as_plain_text(write_lines, section):
     data = prepare_data(section(write_lines(GOOD, name="records.ndjson"), evaluation_fraction=0.0))
     assert _texts(data) == ["a good record"]

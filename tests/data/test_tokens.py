@@ -1,3 +1,6 @@
+import os
+import subprocess
+import sys
 from functools import partialmethod
 
 import datasets
@@ -8,6 +11,7 @@ from shardlab.data import encode as encode_module
 from shardlab.data.plain_text import FileText
 from shardlab.data.tokenizer import make_tokenizer
 from shardlab.data.tokens import read_stream, tokenize_corpus
+from tests.data.chat_tokenizer import build_tokenizer
 
 
 @pytest.fixture
@@ -55,6 +59,16 @@ def test_text_encoded_in_pieces_has_the_whole_texts_tokens(cache, write_text, ch
     monkeypatch.setattr(FileText, "pieces", partialmethod(FileText.pieces, 37))
     tokenized = tokenize_corpus(corpus, bpe, 0.0, cache)
     assert tokenized.train.tokens.tolist() == [*bpe.encode(text), bpe.eos_token_id]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_document_begins_as_the_tokenizer_begins_a_text(cache, write_text, checked, monkeypatch, bos):
+    text = "What is two plus two? It is four. " * 20
+    tokenizer = build_tokenizer(bos=bos)
+    monkeypatch.setattr(FileText, "pieces", partialmethod(FileText.pieces, 37))
+    tokenized = tokenize_corpus(checked(write_text(text)), tokenizer, 0.0, cache)
+    assert tokenized.train.tokens.tolist() == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    assert (tokenized.train.tokens[0] == tokenizer.bos_token_id) == bos
 
 
 def test_the_file_is_a_dataset(cache, tokenizer, write_text, checked):
@@ -113,3 +127,25 @@ def test_fingerprint_follows_text_tokenizer_and_split(cache, tokenizer, write_te
     assert len(set(fingerprints)) == 4
     same = checked(write_text("some text", "more text", directory="moved"))
     assert tokenize_corpus(same, tokenizer, 0.0, cache).fingerprint == fingerprints[0]
+
+
+ENCODE = """
+import sys, psutil
+from pathlib import Path
+from shardlab.data.corpus import check_corpus, files_corpus
+from shardlab.data.tokenizer import make_tokenizer
+from shardlab.data.tokens import tokenize_corpus
+corpus = check_corpus(files_corpus([sys.argv[1]]), Path(sys.argv[2]))
+before = psutil.Process().num_threads()
+tokenize_corpus(corpus, make_tokenizer("bytes", corpus, Path(sys.argv[2])), 0.0, Path(sys.argv[2]))
+print(psutil.Process().num_threads() - before)
+"""
+
+
+def test_encoding_takes_every_core_in_a_ranks_environment(cache, tmp_path):
+    """Ranks are started with the tokenizer's threads off: they would be in each other's way while training."""
+    (tmp_path / "records.jsonl").write_text('{"text": "some text"}\n' * 1000)
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", ENCODE, str(tmp_path / "records.jsonl"), str(cache)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) >= len(os.sched_getaffinity(0))
