@@ -82,9 +82,11 @@ class _InstructEncoder:
         for batch in _batches(samples, lambda sample: sample.characters):
             prompts = self._encode([sample.prompt for sample in batch])
             wholes = self._encode([sample.prompt + sample.completion for sample in batch])
-            for sample, prompt, whole in zip(batch, prompts, wholes, strict=True):
-                if whole[: len(prompt)] != prompt:
-                    whole = prompt + self._encode([sample.completion])[0]
+            grown = [at for at, prompt in enumerate(prompts) if wholes[at][: len(prompt)] != prompt]
+            apart = self._encode([batch[at].completion for at in grown])
+            for at, completion in zip(grown, apart, strict=True):
+                wholes[at] = prompts[at] + completion
+            for prompt, whole in zip(prompts, wholes, strict=True):
                 if whole[len(prompt) :][-1:] != [self._eos]:  # a completion may spell it
                     whole = [*whole, self._eos]
                 learned = np.ones(len(self._before) + len(whole), dtype=bool)
