@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from shardlab.recipe import load_recipe
 from tests.data.test_records import B25_LINES, B25_PLACES, GOOD
-from tests.train.support import TINY, shardlab, write_recipe
+from tests.train.support import COMMAND, TINY, run_process, shardlab, write_recipe
 
 
 def test_generation_stops_where_the_end_token_was_learned(tmp_path: Path) -> None:
@@ -90,14 +90,23 @@ def test_training_skips_bad_records_and_says_which(tmp_path: Path) -> None:
         assert f"{problem}: 1  {path}:" in ended.out
 
 
-def test_a_run_streams(tmp_path: Path) -> None:
-    """The same loss on every run, and no token file."""
-    recipe = write_recipe(tmp_path, data={"streaming": True, "evaluation_fraction": 0.0})
-    losses = []
-    for number in range(2):
-        output = tmp_path / f"run{number}"
-        ended = shardlab("train", recipe, "--output", output, "--json")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["streamed text", "streamed pairs", "padded pairs"])
+def test_two_ranks_learn_from_the_same_rows_as_one(tmp_path: Path, kind: str) -> None:
+    """https://github.com/huggingface/transformers/pull/40610"""
+    data = {"evaluation_fraction": 0.0, "streaming": kind.startswith("streamed"), "packing": kind != "padded pairs"}
+    if kind.endswith("pairs"):
+        pairs = [{"prompt": f"{n} and {n}? ", "completion": "yes " * (1 + n % 5)} for n in range(60)]
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        data |= {"files": [str(tmp_path / "pairs.jsonl")], "format": "instruct"}
+    recipe = write_recipe(tmp_path, data=data)
+    runs = []
+    for ranks in (1, 2):
+        output = tmp_path / f"run{ranks}"
+        ended = run_process([*COMMAND, "train", recipe, "--output", output, "--nproc", str(ranks)])
         assert ended.code == 0, ended.err
-        losses.append([json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()])
-    assert losses[0] == losses[1]
-    assert not (Path(load_recipe(recipe).data.cache_dir or "") / "tokens").exists()
+        runs.append([json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()])
+    assert [step["tokens"] for step in runs[0]] == [step["tokens"] for step in runs[1]]
+    losses = [[step["loss"] for step in run] for run in runs]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert (tmp_path / "cache/tokens").exists() != kind.startswith("streamed")
