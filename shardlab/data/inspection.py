@@ -103,6 +103,8 @@ def inspect_data(section: DataSection, rows: int = 3) -> Inspection:
 
     Raises UserError for whatever else keeps it from being trained on.
     """
+    if section.builder is not None:
+        raise UserError("data.builder brings rows of its own: there are no documents to show")
     tolerant = section.on_bad_record == "error"
     data = prepare_data(section.model_copy(update={"on_bad_record": "skip"}) if tolerant else section)
     complaints = [complaint for corpus in data.corpora if (complaint := refusal(corpus)) is not None]

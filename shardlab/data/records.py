@@ -151,11 +151,6 @@ class CorpusReport:
     places: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
-    def left_out(self) -> int:
-        """Records that became no document."""
-        return self.records - self.documents
-
-    @property
     def bad(self) -> int:
         """Records that the policy is about: all with a problem, but not empty text files."""
         return sum(self.problems.values()) - self.problems.get(Problem.EMPTY_FILE.value, 0)

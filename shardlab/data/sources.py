@@ -50,11 +50,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class Source(ABC):
-    """A file, or a dataset's directory. `name` is the same wherever it lies; `digest` covers its `size` bytes."""
+    """A file, or a dataset's directory. `name` is the same wherever it lies; `digest` is the SHA-256 of its bytes."""
 
     path: Path
     name: str
-    size: int
     digest: str
 
     @abstractmethod
@@ -242,7 +241,7 @@ def open_source(path: Path, name: str) -> Source:
     Raises UserError for kinds that are not read, OSError for a file that can't be.
     """
     if path.is_dir():
-        return SavedDataset(path, name, *_hashed(*_dataset_files(path)))
+        return SavedDataset(path, name, _hashed(*_dataset_files(path)))
     suffix = path.suffix.lower()
     if suffix in UNREAD_SUFFIXES:
         raise UserError(f"{path}: {suffix} files are not read; {UNREAD_SUFFIXES[suffix]}")
@@ -252,7 +251,7 @@ def open_source(path: Path, name: str) -> Source:
         ".parquet": ParquetFile,
         ".arrow": SavedDataset,
     }
-    return kinds.get(suffix, TextFile)(path, name, *_hashed(path))
+    return kinds.get(suffix, TextFile)(path, name, _hashed(path))
 
 
 def is_dataset(directory: Path) -> bool:
@@ -273,13 +272,11 @@ def _dataset_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if path.is_file())
 
 
-def _hashed(*files: Path) -> tuple[int, str]:
-    """Bytes and SHA-256 of files one after the other."""
+def _hashed(*files: Path) -> str:
+    """SHA-256 of files one after the other."""
     digest = hashlib.sha256()
-    size = 0
     for path in files:
         with path.open("rb") as file:
             while block := file.read(_READ_BYTES):
                 digest.update(block)
-                size += len(block)
-    return size, digest.hexdigest()
+    return digest.hexdigest()

@@ -7,6 +7,8 @@ import pytest
 import yaml
 
 from shardlab.data.inspection import inspect_data
+from shardlab.errors import UserError
+from shardlab.recipe import DataSection
 from tests.data.chat_tokenizer import save_tokenizer
 from tests.train.support import shardlab
 
@@ -92,6 +94,11 @@ def test_the_command_in_json(recipe):
     assert found["report"]["problems"] == {"truncated": 1}
     assert found["saved_by_packing"] == pytest.approx(0.5)
     assert {segment["learned"] for segment in found["samples"][0]} == {True, False}
+
+
+def test_rows_of_a_users_own_are_not_shown():
+    with pytest.raises(UserError, match=r"data\.builder brings rows of its own"):
+        inspect_data(DataSection(builder="package.module:rows"))
 
 
 def test_a_conversation_shows_its_template(tmp_path, section):
