@@ -309,7 +309,7 @@ OPTIMIZERS = st.one_of(
         {
             "lr": st.floats(1e-12, 1e3),
             "groups": st.lists(
-                st.fixed_dictionaries({"pattern": NAMES, "lr": st.none() | st.floats(0, 1)}), max_size=2
+                st.fixed_dictionaries({"pattern": NAMES, "lr": st.none() | st.floats(1e-9, 1)}), max_size=2
             ),
         }
     ),

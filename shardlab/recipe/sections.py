@@ -198,8 +198,8 @@ class ParameterGroup(Section):
 
     pattern: str
     """Glob over tensor names, as in the Hugging Face model."""
-    lr: NonNegativeFloat | None = None
-    """Peak learning rate; null is the optimizer's."""
+    lr: PositiveFloat | None = None
+    """Peak learning rate; null is the optimizer's. To train none of them use model.freeze."""
     weight_decay: NonNegativeFloat | None = None
     """Null is the optimizer's."""
 
