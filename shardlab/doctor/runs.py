@@ -12,18 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlab.backends import Job, make_backend
-from shardlab.backends.base import OptimizerSettings, all_reduce_sum
+from shardlab.backends.base import OptimizerSettings, all_reduce_sum, ensure_process_group
 from shardlab.data import Window, windows_from_batches
 from shardlab.model.deferred import ModuleWeights
 from shardlab.model.trainable import make_trainable
 from shardlab.plan import Plan
+from shardlab.runtime.extensions import without_shm_comm
 from shardlab.topology import Topology
 
 _LINEAR = torch.nn.functional.linear  # ZeRO-3 replaces it for the whole process
 
-Batches = Callable[
-    [int, int, int], Mapping[str, Tensor]
-]  # (step, index in the step, sequences) -> a Hugging Face batch
+Batches = Callable[[int, int, int], Mapping[str, Tensor]]
 Rate = Callable[[int], float]  # step -> learning rate
 
 
@@ -52,7 +51,8 @@ def run_plan(
     backend.prepare(Job(trainable, plan, optimizer, topology), ModuleWeights(model))
     try:
         for step in range(steps):
-            rows = [batches(step, index, plan.micro_batch) for index in _mine(plan.accumulation, topology)]
+            mine = _mine(plan.micro_batch, plan.accumulation, topology)
+            rows = [batches(step, first, plan.micro_batch) for first in mine]
             applied = backend.run_window(_window(rows, step, topology), rate(step))
             weights = {name: value.float().clone() for name, value in backend.tensors()}
             yield Step(applied.loss_sum / applied.tokens, applied.grad_norm, weights if topology.is_main else {})
@@ -61,9 +61,10 @@ def run_plan(
         gc.collect()
 
 
-def _mine(count: int, topology: Topology) -> range:
-    """This rank's micro-batches among all of a step."""
-    return range(topology.rank * count, (topology.rank + 1) * count)
+def _mine(micro: int, count: int, topology: Topology) -> range:
+    """The first sequence of each of this rank's micro-batches, among all of a step."""
+    share = micro * count
+    return range(topology.rank * share, (topology.rank + 1) * share, micro)
 
 
 def _window(rows: Sequence[Mapping[str, Tensor]], step: int, topology: Topology) -> Window:
@@ -97,12 +98,13 @@ def run_ds_config(
 
     topology = Topology.detect()
     device = torch.device(topology.device)
+    _start_deepspeed(topology)
     model.to(device)
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
-            optimizer=None if optimizer is None else optimizer(model.parameters()),
+            optimizer=None if optimizer is None else optimizer(list(model.named_parameters())),
             config=config,
             dist_init_required=False,
         )
@@ -113,8 +115,8 @@ def run_ds_config(
                 for group in engine.optimizer.param_groups:
                     group["lr"] = rate(step)
             loss = torch.zeros((), dtype=torch.float64)
-            for index in _mine(count, topology):
-                batch = {name: tensor.to(device) for name, tensor in batches(step, index, micro).items()}
+            for first in _mine(micro, count, topology):
+                batch = {name: tensor.to(device) for name, tensor in batches(step, first, micro).items()}
                 output = engine(**batch).loss
                 loss += output.detach().double().cpu() / count
                 engine.backward(output)
@@ -125,6 +127,19 @@ def run_ds_config(
         engine.destroy()
         torch.nn.functional.linear = _LINEAR
         gc.collect()
+
+
+def _start_deepspeed(topology: Topology) -> None:
+    """DeepSpeed's communication layer on top of the process group that there is, and none of its remarks."""
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel("ERROR")
+    ensure_process_group(topology)
+    cpu = topology.device_type == "cpu"
+    if cpu:
+        without_shm_comm()
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed("gloo" if cpu else None, dist_init_required=False, verbose=False)
 
 
 def _mean(loss: Tensor, topology: Topology) -> float:

@@ -45,8 +45,8 @@ def tiny_model(config: Mapping[str, Any] | None) -> nn.Module:
     return model
 
 
-def batch(step: int, index: int, sequences: int) -> dict[str, Tensor]:
-    """`sequences` rows of tokens, the same for everyone who asks for the same step and index."""
-    generator = torch.Generator().manual_seed(1_000_003 * step + index)
-    tokens = torch.randint(0, VOCABULARY, (sequences, LENGTH), generator=generator)
+def batch(step: int, first: int, sequences: int) -> dict[str, Tensor]:
+    """The rows `first` to `first + sequences` of a step's sequences, however they are shared out."""
+    rows = [torch.Generator().manual_seed(1_000_003 * step + first + row) for row in range(sequences)]
+    tokens = torch.stack([torch.randint(0, VOCABULARY, (LENGTH,), generator=row) for row in rows])
     return {"input_ids": tokens, "labels": tokens}

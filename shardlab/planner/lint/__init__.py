@@ -3,7 +3,7 @@
 It imports neither torch nor DeepSpeed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "resolve_auto",
     "sizes_from_config",
     "sizes_from_weights",
+    "worst_first",
 ]
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
@@ -66,4 +67,9 @@ def lint_ds_config(
     if accelerate is not None:
         findings += [*lint_accelerate(accelerate, accelerate_file)]
         findings += lint_together(values, file, accelerate, accelerate_file)
+    return worst_first(findings)
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Errors, then warnings, then notes, each in their order."""
     return sorted(findings, key=lambda finding: _ORDER[finding.severity])

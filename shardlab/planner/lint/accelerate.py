@@ -1,11 +1,13 @@
 """An accelerate config file: keys that nobody reads, jobs that become one process, quarrels with a ds_config."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from shardlab.planner.lint.finding import AUTO, Finding, described, is_number, section
+from shardlab.planner.lint.offload import lint_offload
 from shardlab.planner.lint.precision import precision_of
 from shardlab.planner.lint.schema import accelerate_distributed_types, accelerate_keys
 
@@ -37,6 +39,7 @@ def lint_accelerate(values: dict[str, Any], file: str) -> Iterator[Finding]:
     yield from _words(values, file)
     yield from _processes(values, file)
     yield from _fsdp(values, file)
+    yield from _plugin(values, file)
     kind = values.get("distributed_type")
     for name, needed in _SECTION_OF.items():
         if values.get(name) and kind not in (None, needed):
@@ -114,7 +117,9 @@ def _processes(values: dict[str, Any], file: str) -> Iterator[Finding]:
 def _fsdp(values: dict[str, Any], file: str) -> Iterator[Finding]:
     if values.get("distributed_type") != "FSDP":
         return
-    given = {key if key.startswith("fsdp") else f"fsdp_{key}": value for key, value in values_of(values).items()}
+    given = {
+        key if key.startswith("fsdp") else f"fsdp_{key}": value for key, value in section(values, "fsdp_config").items()
+    }
     version = str(given.get("fsdp_version", 1))
     if version == "2":
         for key in _ONLY_FSDP_1:
@@ -139,9 +144,24 @@ def _fsdp(values: dict[str, Any], file: str) -> Iterator[Finding]:
         )
 
 
-def values_of(values: dict[str, Any]) -> dict[str, Any]:
-    """The fsdp_config section."""
-    return section(values, "fsdp_config")
+def _plugin(values: dict[str, Any], file: str) -> Iterator[Finding]:
+    """The offload that a deepspeed_config without a ds_config asks for."""
+    plugin = section(values, _PLUGIN)
+    if values.get("distributed_type") != "DEEPSPEED" or plugin.get("deepspeed_config_file") is not None:
+        return
+    made: dict[str, Any] = {"stage": plugin.get("zero_stage", 2)}
+    for name in ("offload_optimizer", "offload_param"):
+        if f"{name}_device" in plugin:
+            made[name] = {
+                "device": str(plugin[f"{name}_device"]).lower(),
+                "nvme_path": plugin.get(f"{name}_nvme_path"),
+            }
+    # accelerate brings the optimizer that goes with an offload.
+    config = {"zero_optimization": made, "zero_force_ds_cpu_optimizer": False}
+    for finding in lint_offload(config, file, None, Path()):
+        section_of, _, leaf = finding.key.removeprefix("zero_optimization.").partition(".")
+        fix = finding.fix.replace("zero_optimization.stage", "zero_stage")
+        yield replace(finding, key=f"{_PLUGIN}.{section_of}_{leaf}", fix=fix)
 
 
 def lint_together(
