@@ -100,5 +100,5 @@ def _run(spec: dict[str, Any], directory: Path, sides: tuple[Configuration, ...]
     under_way = (directory / "under-way").read_text() if (directory / "under-way").exists() else ""
     where = sides[int(under_way)].file if under_way else f"{sides[0].file}, {sides[1].file}"
     if ended.code == ExitCode.USER:
-        raise UserError(f"{where}: {ended.last_line.removeprefix('error: ')}")
-    raise UserError(f"{where}: does not run here: {ended.last_line}")
+        raise UserError(f"{where}: {ended.cause.removeprefix('error: ')}")
+    raise UserError(f"{where}: does not run here: {ended.cause}")

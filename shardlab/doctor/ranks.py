@@ -16,6 +16,7 @@ from shardlab.errors import ExitCode
 
 _STOP_SECONDS = 15.0
 _POLL_SECONDS = 0.1
+_LONGEST = 400  # characters of a cause
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,15 @@ class Ended:
         return self.code == ExitCode.DONE
 
     @property
-    def last_line(self) -> str:
-        """The line of the message that says most: a traceback's last."""
-        lines = [line.strip() for line in self.message.splitlines() if line.strip()]
-        return lines[-1] if lines else f"exit code {self.code}"
+    def cause(self) -> str:
+        """The message in one line: of a traceback the exception, whose own text may have several."""
+        lines = [line.rstrip() for line in self.message.splitlines() if line.strip()]
+        if not lines:
+            return f"exit code {self.code}"
+        frames = [number for number, line in enumerate(lines) if line.startswith("  File ")]
+        after = range(frames[-1], len(lines)) if frames else range(len(lines) - 1, len(lines))
+        start = next((number for number in after if not lines[number].startswith(" ")), len(lines) - 1)
+        return " ".join(" ".join(lines[start:]).split())[:_LONGEST]
 
 
 class RankJob:

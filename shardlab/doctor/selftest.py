@@ -29,7 +29,7 @@ def check_backends(timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[Check]:
         for result in _run(left, timeout_seconds):
             name = left.pop(0)
             if isinstance(result, Ended):
-                yield _failed(name, result.last_line)
+                yield _failed(name, result.cause)
                 break
             if reference is None and name != COLLECTIVES:
                 reference = result
