@@ -7,12 +7,15 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
+DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 READY := .venv/.ready
 
 .PHONY: demo test check lint clean
 
 demo: $(READY)
-	$(BIN)/shardlab compare recipes/demo.yaml --nproc 2 --output runs/demo
+	$(BIN)/shardlab train recipes/demo.yaml --nproc 2 --set train.steps=100 --set train.precision=bf16 --output $(DEMO)/longest
+	$(BIN)/shardlab generate $(DEMO)/longest/model --tokens 12 --prompt "import os$$(printf '\nimport ')"
+	$(BIN)/shardlab compare recipes/demo.yaml --nproc 2 --output $(DEMO)/compare
 
 test: $(READY)
 	$(BIN)/python -m pytest
