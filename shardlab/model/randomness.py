@@ -38,4 +38,9 @@ class StepRandom:
 
     def enter(self, segment: int) -> None:
         """Seed every device's generator for `segment`."""
-        torch.manual_seed(mix(self.seed, self.step, self.micro_batch, segment))
+        seed = mix(self.seed, self.step, self.micro_batch, segment)
+        if torch.accelerator.is_available():
+            torch.manual_seed(seed)
+        else:
+            # torch.manual_seed also keeps the seed for a GPU that may yet appear, with a formatted stack trace: 0.3 ms.
+            torch.default_generator.manual_seed(seed)
