@@ -156,7 +156,7 @@ def make_plan(case: Case, global_batch_size: int) -> Plan:
 
 def settings(case: Case) -> OptimizerSettings:
     """The case's optimizer, or a factory of one that holds a stale tensor."""
-    groups = () if case.idle is None else (ParameterGroup(pattern=case.idle, lr=0.0, weight_decay=0.0),)
+    groups = () if case.idle is None else (ParameterGroup(pattern=case.idle, lr=1e-30, weight_decay=0.0),)
     chosen: AdamW | SGD = SGD(name="sgd", lr=case.lr, groups=groups)
     if case.optimizer == "adamw":
         chosen = AdamW(lr=case.lr, weight_decay=0.1, groups=groups)
