@@ -126,6 +126,7 @@ def _config() -> dict[str, Any]:
         "n_embd": WIDTH,
         "n_positions": CONTEXT,
         "vocab_size": 257,  # of the bytes tokenizer
+        "activation_function": "gelu",  # the fused one, as the peer has it
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
