@@ -95,9 +95,14 @@ class RankJob:
 
 def main() -> int:
     """The process that launches."""
+    import torch
+
     from shardlab.runtime.launch import launch
 
     module, nproc, *arguments = sys.argv[1:]
+    if 0 < torch.accelerator.device_count() < int(nproc):
+        # Two ranks can't share an accelerator: they run on the CPU then.
+        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     return launch([sys.executable, "-m", module, *arguments], int(nproc), stop_grace_seconds=2.0)
 

@@ -81,7 +81,8 @@ def _devices() -> Check:
     kind = torch.accelerator.current_accelerator()
     sizes = {torch.accelerator.get_memory_info(index)[1] for index in range(count)}
     memory = " or ".join(f"{size / GIB:.0f} GiB" for size in sorted(sizes))
-    return Check("devices", "ok", f"{count} x {kind}, {memory} each, {cores}")
+    alone = "; there is one only, so the ranks below run on the CPU" if count == 1 else ""
+    return Check("devices", "ok", f"{count} x {kind}, {memory} each, {cores}{alone}")
 
 
 def _memory() -> Check:

@@ -136,7 +136,15 @@ def test_offload_without_a_ds_config() -> None:
 
 
 def test_fsdp_on_a_cpu_becomes_ddp() -> None:
-    assert [error.key for error in errors(fsdp() | {"use_cpu": True})] == ["use_cpu"]
+    (warning,) = lint_accelerate(fsdp() | {"use_cpu": True}, "acc.yaml")
+    assert (warning.severity, warning.key) == ("warning", "use_cpu")
+
+
+def test_a_ds_config_without_zero_is_refused_by_accelerate() -> None:
+    values = ds_config()
+    del values["zero_optimization"]
+    (error,) = together(values, accelerate())
+    assert error.startswith("error: ds.json: zero_optimization: missing")
 
 
 def test_fsdp_loading_that_accelerate_refuses() -> None:

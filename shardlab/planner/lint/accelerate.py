@@ -136,7 +136,7 @@ def _fsdp(values: dict[str, Any], file: str) -> Iterator[Finding]:
         )
     if values.get("use_cpu") is True:
         yield Finding(
-            "error",
+            "warning",
             file,
             "use_cpu",
             "with Accelerator(cpu=True) accelerate turns FSDP into DDP, without a word",
@@ -175,6 +175,8 @@ def lint_together(
         yield Finding("error", accelerate_file, "distributed_type", message, "write DEEPSPEED")
         return
     named = plugin.get("deepspeed_config_file")
+    if "zero_optimization" not in values:
+        yield Finding("error", file, "zero_optimization", "missing, and accelerate refuses that", 'write {"stage": 0}')
     if named is None:
         message = f"missing: accelerate makes a config of its own then, and {file} is not read"
         yield Finding("warning", accelerate_file, _FILE, message, f"name {file} there, or hand it to the HF Trainer")
