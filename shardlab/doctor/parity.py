@@ -49,7 +49,7 @@ def compare(
     unlike = batches.difference(*sides)
     if unlike is not None:
         return Verdict(False, unlike, sides)
-    sides = batches.agree(*sides)
+    sides = _comparable(*batches.agree(*sides))
     passes = [_probe(sides)]
     if any(side.optimizer or side.own_optimizer or side.schedule or side.own_schedule for side in sides):
         passes.append(_full(sides))
@@ -58,6 +58,27 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="shardlab-") as directory:
         _run(spec, Path(directory), sides, timeout_seconds)
         return judge(Path(directory), sides, [one.name for one in passes], steps)
+
+
+def _comparable(a: Configuration, b: Configuration) -> tuple[Configuration, Configuration]:
+    """Without what only one side says and the other can't be given: DeepSpeed's own schedulers, and rare optimizers."""
+
+    def fitted(side: Configuration, other: Configuration) -> Configuration:
+        config, notes = dict(side.ds_config or {}), list(side.notes)
+        schedule, optimizer = side.own_schedule, side.own_optimizer
+        if schedule and not other.own_schedule and other.schedule is None:
+            del config["scheduler"]
+            schedule = False
+            notes.append("scheduler: left out, for the other file says nothing of the kind")
+        if optimizer and side.optimizer is None and not other.own_optimizer and other.optimizer is None:
+            del config["optimizer"]
+            optimizer = False
+            notes.append("optimizer: left out, for the other file says nothing of the kind")
+        if side.ds_config is None:
+            return side
+        return replace(side, ds_config=config, own_schedule=schedule, own_optimizer=optimizer, notes=tuple(notes))
+
+    return fitted(a, b), fitted(b, a)
 
 
 def _probe(sides: tuple[Configuration, Configuration]) -> Pass:

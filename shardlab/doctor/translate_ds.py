@@ -11,6 +11,7 @@ from shardlab.plan import Precision
 _AUTO = "auto"
 _TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _ZERO = "zero_optimization"
+_ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}  # DeepSpeed's defaults
 # Sections that change nothing of what is computed, and would write files or print.
 _LEFT_OUT = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger", "autotuning", "timers")
 _CANNOT = ("pipeline", "data_efficiency", "tensor_parallel", "expert_parallel", "hybrid_engine", "compile",
@@ -47,6 +48,7 @@ def from_ds_config(values: dict[str, Any], file: str) -> Configuration:
         accumulation=numbers[_STEPS] or (1 if numbers[_TOTAL] is None and numbers[_MICRO] is not None else None),
         global_batch_size=numbers[_TOTAL],
         ds_config=config,
+        optimizer=_as_recipe(optimizer),
         own_optimizer=optimizer is not None,
         own_schedule=scheduler is not None,
         settings={
@@ -60,14 +62,25 @@ def from_ds_config(values: dict[str, Any], file: str) -> Configuration:
     )
 
 
+def _as_recipe(optimizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The optimizer in a recipe's words, for a side that says none of its own; None where a recipe has none such."""
+    if optimizer is None or _name(optimizer) != "adamw":
+        return None
+    params = {**_ADAMW, **optimizer["params"]}
+    return {"name": "adamw", **{key: params[key] for key in ("lr", "betas", "eps", "weight_decay")}}
+
+
+def _name(optimizer: dict[str, Any]) -> str:
+    """What DeepSpeed makes of the name: Adam is AdamW unless it is told otherwise."""
+    name = str(optimizer.get("type")).lower()
+    return "adamw" if name == "adam" and optimizer["params"].get("adam_w_mode", True) else name
+
+
 def _optimizer_in_words(optimizer: dict[str, Any] | None) -> Setting:
     if optimizer is None:
         return Setting(SCRIPTS_OWN)
-    name, params = str(optimizer.get("type")).lower(), optimizer["params"]
-    if name == "adam" and params.get("adam_w_mode", True):
-        name = "adamw"  # what DeepSpeed makes of it
-    defaults = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8} if name == "adamw" else {}
-    return Setting(optimizer_in_words(name, defaults | params), "optimizer")
+    name = _name(optimizer)
+    return Setting(optimizer_in_words(name, (_ADAMW if name == "adamw" else {}) | optimizer["params"]), "optimizer")
 
 
 # Other top-level keys that change the numbers.

@@ -8,7 +8,8 @@ What makes the files in it work as they are with the `deepspeed` command, `accel
   `train_batch_size`, so that it follows the number of ranks.
 - `gradient_clipping` is written, at the Trainer's default: without the key DeepSpeed clips at 1.0 all the same.
 - No precision where it can be left out: whoever starts the job says it (`--bf16`, `mixed_precision`), and a file that
-  says something else is refused by the Trainer. NVMe needs bf16: in fp32 the parameters that come back do not fit.
+  says something else is refused by the Trainer. Not so with NVMe: on a CPU DeepSpeed 0.19 swaps parameters as bf16
+  whatever the config says (`Init._set_dtype`), so bf16 is what the file says.
 - No optimizer: the script's own is used as it is, offloaded or not. DeepSpeed's CPU Adam would have to be compiled.
 """
 

@@ -1,6 +1,7 @@
 """Two configurations run for real, on two ranks: the same where they are, and named where they are not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardlab.doctor.configuration import Configuration, Setting
-from shardlab.doctor.parity import compare
+from shardlab.doctor.parity import _comparable, compare
 from shardlab.doctor.verdict import judge
 from shardlab.errors import UserError
 
@@ -116,6 +117,37 @@ def test_the_first_step_and_tensor_that_differ_are_named(changes: dict[str, Any]
     assert not verdict.same
     assert found in verdict.what
     assert verdict.lines()[1] == "  clipping: 1 in x, 2 in y"
+
+
+def test_elements_without_a_gradient_do_not_count_after_adam(tmp_path: Path) -> None:
+    """Adam moves an element whose gradient is rounding alone as far as any other, in either direction."""
+    key_bias = {"before/k": np.zeros(2), "0/k": np.full(2, 1e-9), "1/k": np.full(2, 2e-9)}
+    for side in (0, 1):
+        run(tmp_path, 0, side, **key_bias)
+    run(tmp_path, 1, 0, **key_bias | {"0/k": np.full(2, 1e-3)})
+    run(tmp_path, 1, 1, **key_bias | {"0/k": np.full(2, -1e-3)})
+    assert judge(tmp_path, SIDES, ["plain SGD", "AdamW"], 2).same
+    run(tmp_path, 1, 1, **key_bias | {"0/b": np.full(3, 0.6)})
+    assert (
+        "step 0 with AdamW: loss and gradient norm agree, but b moves"
+        in judge(tmp_path, SIDES, ["plain SGD", "AdamW"], 2).what
+    )
+
+
+def test_what_only_one_file_says_is_given_to_the_other_or_left_out() -> None:
+    scheduled = Configuration(
+        "ds", "ds_config", "fp32", ds_config={"scheduler": {}, "optimizer": {}}, own_schedule=True, own_optimizer=True
+    )
+    plain, _ = _comparable(scheduled, SIDES[0])
+    assert plain.ds_config == {}
+    assert not plain.own_schedule
+    assert not plain.own_optimizer
+    assert len(plain.notes) == 2
+    adamw = replace(scheduled, optimizer={"name": "adamw"})  # which the other can be given
+    kept, _ = _comparable(adamw, SIDES[0])
+    assert kept.ds_config == {"optimizer": {}}
+    both, _ = _comparable(scheduled, scheduled)
+    assert both.ds_config == scheduled.ds_config
 
 
 def test_clipping_that_never_came_into_play_is_said(tmp_path: Path) -> None:
