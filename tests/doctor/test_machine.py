@@ -122,6 +122,7 @@ def test_without_a_lock_it_says_where_it_has_looked(environment: dict[str, str],
 # The two-rank self-test.
 
 
+@pytest.mark.slow
 def test_every_backend_takes_one_step() -> None:
     """https://github.com/pytorch/pytorch/issues/162338: a reduce-scatter that sums where it should average."""
     checks = list(selftest.check_backends())
@@ -173,6 +174,7 @@ def test_the_cause_is_the_exception_in_one_line() -> None:
     assert Ended(1, "").cause == "exit code 1"
 
 
+@pytest.mark.slow
 def test_a_job_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(600)\n")
     os.environ["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"

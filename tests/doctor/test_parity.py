@@ -35,6 +35,7 @@ def ds_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+@pytest.mark.slow
 def test_a_recipe_and_a_ds_config_that_say_the_same(tmp_path: Path) -> None:
     """FSDP2 with micro-batch 1 beside ZeRO-3 with micro-batch 2, each with the same AdamW.
 
@@ -46,6 +47,7 @@ def test_a_recipe_and_a_ds_config_that_say_the_same(tmp_path: Path) -> None:
     assert verdict.figures["largest"]["loss"] < 1e-6
 
 
+@pytest.mark.slow
 def test_deepspeeds_default_clipping_beside_fsdp_without(tmp_path: Path) -> None:
     """https://github.com/deepspeedai/DeepSpeed/pull/8068: losses and norms agree, and the weights go their own ways."""
     verdict = compare(*write(tmp_path, fsdp=FSDP, ds=ds_config()))
@@ -59,6 +61,7 @@ def test_deepspeeds_default_clipping_beside_fsdp_without(tmp_path: Path) -> None
     assert "1 (DeepSpeed's default, for there is no gradient_clipping)" in clipping
 
 
+@pytest.mark.slow
 def test_a_model_of_another_family_and_two_precisions(tmp_path: Path) -> None:
     gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "resid_pdrop": 0.1}
     other = ds_config(bf16={"enabled": True}, gradient_clipping=1.0)
@@ -67,6 +70,7 @@ def test_a_model_of_another_family_and_two_precisions(tmp_path: Path) -> None:
     assert any("precision: fp32 (train.precision)" in line for line in verdict.lines())
 
 
+@pytest.mark.slow
 def test_what_deepspeed_refuses_is_blamed_on_its_file(tmp_path: Path) -> None:
     recipe, ds = write(tmp_path, recipe=RECIPE, ds=ds_config(zero_optimization={"stage": 2, "no_such_key": 1}))
     with pytest.raises(UserError, match="no_such_key") as raised:

@@ -56,6 +56,7 @@ def test_a_plan_is_written_as_it_is_run() -> None:
     assert written["bf16"]["enabled"] is True
 
 
+@pytest.mark.slow
 def test_hf_trainer_runs_zero2_as_it_is(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(DIRECTORY.parent)}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -73,6 +74,7 @@ def test_hf_trainer_runs_zero2_as_it_is(tmp_path: Path) -> None:
     assert [math.isclose(float(loss), math.log(64), rel_tol=0.1) for loss in result["losses"]] == [True, True]
 
 
+@pytest.mark.slow
 def test_zero3_nvme_runs(tmp_path: Path) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
