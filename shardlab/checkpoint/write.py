@@ -112,5 +112,6 @@ def raw_pieces(data: Tensor, buffer: Tensor) -> Iterator[memoryview]:
 
 def memory(data: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU, not copied."""
-    raw: memoryview = data.detach().reshape(-1).view(torch.uint8).numpy().data
+    # Not reshape(-1): one element may have any stride, and a view of bytes wants 1.
+    raw: memoryview = data.detach().as_strided((data.numel(),), (1,)).view(torch.uint8).numpy().data
     return raw
