@@ -1,0 +1,270 @@
+"""Saving: every rank writes its share beside, all agree, one rename makes it a checkpoint.
+
+1. Each rank says what it holds; replicas are shared out. The first rank checks the space and makes a hidden directory.
+2. Each rank writes and syncs its own files. A failure on any rank is one on all.
+3. The first rank writes the manifest, syncs, and renames the directory to `step-00000100`.
+
+Killed at any moment, there is the old state or the new one, and perhaps a hidden directory that the next save removes.
+One process is the same with one rank.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlab.checkpoint.layout import FilePlan, Part, assign, header, parts_of, plan_files
+from shardlab.checkpoint.listing import checkpoints, clean, delete_older, directory_name, hidden_name, verify_together
+from shardlab.checkpoint.manifest import MANIFEST, VERSION, Manifest, OptimizerEntry, Piece, TensorEntry, faults
+from shardlab.checkpoint.ranks import Agreement, Alone, Ranks
+from shardlab.checkpoint.storage import LocalStorage, Storage
+from shardlab.checkpoint.write import Written, write_files
+from shardlab.errors import UserError
+from shardlab.state.fragment import Fragment, OptimizerState
+
+FILE_BYTES = 1024**3
+MANIFEST_SHARE = 1 << 20  # bytes reckoned for the manifest and directory entries when space is checked
+
+Fragments = Callable[[], Iterable[Fragment]]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds beside the fragments. The first rank's is what is saved; the mappings must be JSON."""
+
+    step: int
+    optimizer: OptimizerState = field(default_factory=OptimizerState)
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of tied tensors -> the canonical one
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+    cursor: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # torch's and Python's are added
+    parent: str | None = None
+    evaluation: float | None = None  # a loss: the checkpoint with the lowest is kept besides the newest
+
+
+class Saver:
+    """Saves into `root`, the run's checkpoints/, of which it keeps the `keep` newest and the best by evaluation."""
+
+    def __init__(
+        self,
+        root: Path,
+        ranks: Ranks | None = None,
+        *,
+        keep: int = 2,
+        file_bytes: int = FILE_BYTES,
+        storage: Storage | None = None,
+    ):
+        if keep < 1:
+            raise UserError(f"checkpoint.keep is {keep}; at least the newest one is kept")
+        self.root = root
+        self.ranks = ranks or Alone()
+        self.keep = keep
+        self.file_bytes = file_bytes
+        self.storage = storage or LocalStorage()
+
+    def save(self, contents: Contents, fragments: Fragments) -> Path:
+        """Save now and return the checkpoint's directory; then delete older ones. Collective.
+
+        `fragments` is called twice (what there is; the values) and must yield the same each time. Raises UserError
+        where the disk is full or can't be written, on every rank: the checkpoints before it stay as they are.
+        """
+        draft = self.begin(contents, fragments)
+        with self.abandoned_on_error(draft), Agreement[list[Written]](self.ranks) as agreed:
+            agreed.value = self.write(draft, parts_of(fragments(), self.file_bytes))
+        with self.abandoned_on_error(draft), Agreement[None](self.ranks):
+            self.publish(draft, agreed.values)
+        self.delete_older(draft.final)
+        return draft.final
+
+    def check_space(self, needed_bytes: int) -> None:
+        """Before training: raise UserError if `needed_bytes` (over all ranks) are not free. Collective."""
+        with Agreement[None](self.ranks):
+            if self.ranks.rank == 0:
+                self._require_space(needed_bytes, "a checkpoint")
+
+    def trial(self) -> None:
+        """Before training: write, sync, rename and read back a small file on each rank. Collective.
+
+        Raises UserError if checkpoints can't be written there, or a rank does not see what another wrote.
+        """
+        name = self._agreed_directory(directory_name(0))
+        partial = self.root / name
+        with self.abandoned_on_error(partial), Agreement[None](self.ranks), self._mendable("a trial save"):
+            self._write_file(partial / f"rank-{self.ranks.rank:05d}", b"trial")
+        with self.abandoned_on_error(partial), Agreement[None](self.ranks), self._mendable("a trial save"):
+            if self.ranks.rank == 0:
+                self._require_visible(partial, {f"rank-{rank:05d}": 5 for rank in range(self.ranks.world_size)})
+                moved = self.root / hidden_name(directory_name(0), "deleted")
+                self.storage.rename(partial, moved)
+                self.storage.sync_directory(self.root)
+                self.storage.delete(moved)
+
+    def begin(self, contents: Contents, fragments: Fragments) -> Draft:
+        """The first step: who writes what, and where. Collective; reads no values."""
+        self.ranks.meet(f"save (step {contents.step})")
+        with Agreement[list[Part]](self.ranks) as held:
+            held.value = [part for part, _ in parts_of(fragments(), self.file_bytes)]
+        shares = assign(held.values)
+        plans = plan_files(shares[self.ranks.rank], self.ranks.rank, self.file_bytes)
+        needed = MANIFEST_SHARE + sum(part.bytes for parts in shares for part in parts)
+        name = self._agreed_directory(directory_name(contents.step), needed)
+        return Draft(contents, self.root / name, self.root / directory_name(contents.step), plans, needed)
+
+    def write(self, draft: Draft, parts: Iterable[tuple[Part, Tensor]]) -> list[Written]:
+        """The second step: this rank's files. Not collective."""
+        with self._mendable(f"the checkpoint of step {draft.contents.step}", draft.needed_bytes):
+            return write_files(draft.partial, draft.plans, parts, self.storage)
+
+    def publish(self, draft: Draft, written: list[list[Written]]) -> None:
+        """The third step: the first rank makes it a checkpoint. Not collective."""
+        if self.ranks.rank != 0:
+            return
+        manifest = manifest_of(draft.contents, [file for files in written for file in files])
+        for fault in faults(manifest):
+            raise RuntimeError(f"the fragments of step {draft.contents.step} are not the training state: {fault}")
+        self._require_visible(draft.partial, {file.name: file.bytes for file in manifest.files})
+        with self._mendable(f"the checkpoint of step {draft.contents.step}", draft.needed_bytes):
+            self._write_file(draft.partial / MANIFEST, manifest.dump())
+            self.storage.sync_directory(draft.partial)
+            replaced = None
+            if draft.final.name in self.storage.names(self.root):  # of an earlier life of this run
+                replaced = self.root / hidden_name(draft.final.name, "replaced")
+                self.storage.rename(draft.final, replaced)  # `clean` puts it back if this process dies here
+            self.storage.rename(draft.partial, draft.final)
+            self.storage.sync_directory(self.root)
+            if replaced is not None:
+                self.storage.delete(replaced)
+
+    def delete_older(self, newest: Path) -> None:
+        """Verify `newest`, then delete what need not be kept. Collective; raises DamagedError and deletes nothing."""
+        with Agreement[bool](self.ranks) as agreed:
+            agreed.value = self.ranks.rank == 0 and len(checkpoints(self.root, self.storage)) > self.keep
+        if not agreed.values[0]:
+            return
+        verify_together(newest, self.ranks, self.storage)
+        with Agreement[None](self.ranks):
+            if self.ranks.rank == 0:
+                delete_older(self.root, self.keep, self.storage)
+
+    @contextmanager
+    def abandoned_on_error(self, draft: Draft | Path) -> Iterator[None]:
+        """Remove the hidden directory when what is inside fails; the error goes on."""
+        try:
+            yield
+        except Exception:
+            if self.ranks.rank == 0:
+                self.storage.delete(draft if isinstance(draft, Path) else draft.partial)
+            raise
+
+    def _agreed_directory(self, name: str, needed_bytes: int | None = None) -> str:
+        """A new hidden directory, made by the first rank; its name, on every rank."""
+        with Agreement[str](self.ranks) as agreed:
+            agreed.value = hidden_name(name, "partial")
+            if self.ranks.rank == 0:
+                with self._mendable("a checkpoint"):
+                    clean(self.root, self.storage)
+                    if needed_bytes is not None:
+                        self._require_space(needed_bytes, f"the checkpoint {name}")
+                    self.storage.make_directory(self.root / agreed.value)
+        return agreed.values[0]
+
+    def _write_file(self, path: Path, content: bytes) -> None:
+        file = self.storage.create(path)
+        try:
+            file.write(content)
+            file.sync()
+        finally:
+            file.close()
+
+    def _require_visible(self, directory: Path, sizes: Mapping[str, int]) -> None:
+        """Whether this process sees the files of all ranks."""
+        for name, size in sizes.items():
+            if name not in self.storage.names(directory):
+                raise UserError(
+                    f"{directory / name} was written by another rank and is not seen here: "
+                    f"all hosts must share {self.root}"
+                )
+            file = self.storage.open(directory / name)
+            file.close()
+            if file.size != size:
+                raise RuntimeError(f"{directory / name} has {file.size} bytes where {size} were written")
+
+    def _require_space(self, needed_bytes: int, what: str) -> None:
+        free = self.storage.free_bytes(self.root)
+        if free < needed_bytes:
+            raise UserError(self._full(what, needed_bytes, free))
+
+    def _full(self, what: str, needed_bytes: int | None, free_bytes: int) -> str:
+        needs = f" needs {_spelled(needed_bytes)}," if needed_bytes is not None else ":"
+        have = checkpoints(self.root, self.storage)
+        rest = f"; the newest checkpoint is still {have[-1].path.name}" if have else ""
+        has = f"{self.root} has {_spelled(free_bytes)} free"
+        return f"disk full: {what}{needs} {has}: make room there, or set another --output{rest}"
+
+    @contextmanager
+    def _mendable(self, what: str, needed_bytes: int | None = None) -> Iterator[None]:
+        """Operating-system errors that a user can mend, as UserError."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                free = self.storage.free_bytes(self.root)
+                raise UserError(self._full(what, needed_bytes, free)) from error
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+                raise UserError(f"{what} can't be written: {error.filename or self.root}: {error.strerror}") from error
+            raise
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A save under way."""
+
+    contents: Contents
+    partial: Path
+    final: Path
+    plans: list[FilePlan]  # this rank's
+    needed_bytes: int  # of all ranks
+
+
+def manifest_of(contents: Contents, written: list[Written]) -> Manifest:
+    """The manifest of `written`, the files of all ranks."""
+    pieces: dict[tuple[str, str], tuple[Part, list[Piece]]] = {}
+    for number, file in enumerate(written):
+        begin = len(header(file.parts))
+        for part in file.parts:
+            piece = Piece(number, begin, part.box.offsets, part.box.lengths)
+            pieces.setdefault((part.name, part.kind), (part, []))[1].append(piece)
+            begin += part.bytes
+    tensors = tuple(
+        TensorEntry(name=part.name, kind=part.kind, shape=part.shape, dtype=part.dtype, pieces=tuple(places))
+        for part, places in pieces.values()
+    )
+    return Manifest(
+        version=VERSION,
+        step=contents.step,
+        files=tuple(file.entry for file in written),
+        tensors=tensors,
+        aliases=dict(contents.aliases),
+        optimizer=OptimizerEntry.of(contents.optimizer),
+        schedule=dict(contents.schedule),
+        cursor=dict(contents.cursor),
+        recipe=dict(contents.recipe),
+        plan=dict(contents.plan),
+        versions={"torch": torch.__version__, "python": platform.python_version(), **contents.versions},
+        parent=contents.parent,
+        evaluation=contents.evaluation,
+    )
+
+
+def _spelled(size: int) -> str:
+    return f"{size / 1024**3:.2f} GiB" if size >= 1024**3 else f"{size / 1024**2:.1f} MiB"
