@@ -2,7 +2,7 @@
 
 What has the shape of the tensor it belongs to is a per-element state (`exp_avg`, `momentum_buffer`); a number is a
 scalar (`step`). An optimizer makes its state in its first update, each class in its own way: so to load, it is made
-to do one.
+to do one, of a tensor of a few elements, and what comes of that is the pattern.
 """
 
 from collections.abc import Iterable, Sequence
@@ -72,11 +72,11 @@ def _scalars(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:
     return numbers
 
 
-def read_state(optimizer: Optimizer, held: Sequence[Owner]) -> OptimizerState:
+def read_state(optimizer: Optimizer, owned: Sequence[Owner]) -> OptimizerState:
     """See `Backend.optimizer_state`."""
     kinds: dict[str, None] = {}
     scalars: dict[str, dict[str, float]] = {}
-    for owner in held:
+    for owner in owned:
         kinds.update(dict.fromkeys(moments(optimizer, owner.tensor)))
         numbers = {kind: float(value) for kind, value in _scalars(optimizer, owner.tensor).items()}
         if numbers:
@@ -94,24 +94,24 @@ def _plain(option: Any) -> Any:
     return tuple(map(_plain, option)) if isinstance(option, list | tuple) else option
 
 
-def make_state(optimizer: Optimizer, held: Iterable[Owner], reader: StateReader) -> None:
+def make_state(optimizer: Optimizer, owned: Iterable[Owner], reader: StateReader) -> None:
     """Make the state that `reader` has of each owner: its numbers as they were, its per-element states still empty.
 
-    The values of the owners' tensors are undefined afterwards: load them next. Of an owner of several tensors those
-    without moments in the reader start from zero at the owner's step count, which is the highest of theirs.
+    Of an owner of several tensors those without moments in the reader start from zero at the owner's step count,
+    which is the highest of theirs.
 
     Raises UserError where the reader's state is another optimizer's.
     """
-    for owner in held:
+    for owner in owned:
         stored = {name: reader.kinds(name).difference(VALUES) for name in owner.names}
         numbers = [reader.optimizer.scalars[name] for name in owner.names if name in reader.optimizer.scalars]
         if not numbers and not any(stored.values()):
             continue
-        if not optimizer.state.get(owner.tensor):
-            _update_with_zeros(optimizer, owner)
+        if not optimizer.state.get(owner.tensor):  # some make it when they are built
+            optimizer.state[owner.tensor] = _empty_state(optimizer, owner)
         kinds = moments(optimizer, owner.tensor)
         for name, there in stored.items():
-            if there and there != kinds.keys():
+            if there != kinds.keys() and (there or name in reader.optimizer.scalars):
                 raise UserError(
                     f"the checkpoint's optimizer keeps {_list(there)} of {name}, and this run's "
                     f"{type(optimizer).__name__} {_list(kinds)}: resume with the optimizer that it was saved with"
@@ -125,13 +125,21 @@ def _list(kinds: Iterable[str]) -> str:
     return ", ".join(sorted(kinds)) or "nothing"
 
 
-def _update_with_zeros(optimizer: Optimizer, owner: Owner) -> None:
-    """One update of the owner's tensor alone: at most one gradient is allocated at a time."""
-    groups, gradient = optimizer.param_groups, owner.tensor.grad
-    optimizer.param_groups = [{**groups[owner.group], "params": [owner.tensor]}]
-    owner.tensor.grad = torch.zeros_like(owner.tensor)
-    optimizer.step()
-    optimizer.param_groups, owner.tensor.grad = groups, gradient
+def _empty_state(optimizer: Optimizer, owner: Owner) -> dict[str, Any]:
+    """What the optimizer would keep of the owner's tensor after an update, filled with zeros."""
+    like, groups = owner.tensor, optimizer.param_groups
+    sample = torch.zeros((2,) * like.dim(), dtype=like.dtype, device=like.device, requires_grad=True)
+    sample.grad = torch.zeros_like(sample)
+    optimizer.param_groups = [{**groups[owner.group], "params": [sample]}]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
+    kinds = moments(optimizer, sample)
+    return {
+        kind: torch.zeros_like(like, dtype=value.dtype) if kind in kinds else value
+        for kind, value in optimizer.state.pop(sample, {}).items()
+    }
 
 
 def _number_like(value: Any, kind: str, owner: Owner, stored: list[float]) -> Any:
