@@ -32,6 +32,7 @@ class Trainable(nn.Module):
     tied = False  # whether the head's weight is used in the body too
     random: StepRandom
     canonical: dict[str, str]  # this module's parameter names -> the names in the user's model; tied ones once
+    canonical_buffers: dict[str, str]  # the same of its buffers
     shapes: dict[str, torch.Size]  # by the user's names, before anything was sharded
     architecture: str  # class name of the user's model
 
@@ -53,6 +54,14 @@ class Trainable(nn.Module):
         """(the user's name, parameter) for each parameter, tied ones once."""
         for name, parameter in self.named_parameters():
             yield self.canonical[name], parameter
+
+    def named_persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(the user's name, buffer) for each buffer that belongs to the model's state: it can't be computed again."""
+        for path, module in self.named_modules():
+            for leaf, buffer in module._buffers.items():
+                name = self.canonical_buffers.get(f"{path}.{leaf}".lstrip("."))
+                if name is not None and buffer is not None and leaf not in module._non_persistent_buffers_set:
+                    yield name, buffer
 
     def check_tie(self) -> None:
         """Raises RuntimeError where wrapping has made two tensors of a tied head and embedding."""
@@ -101,7 +110,7 @@ class CausalLM(Trainable):
         """Takes `model` apart in place; afterwards it must be used through this wrapper only."""
         super().__init__()
         anatomy = dissect(model)
-        by_identity = {id(parameter): name for name, parameter in model.named_parameters()}
+        by_identity = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
         multiplier, softcap = output_transform(model.config)
         self.anatomy: Anatomy = anatomy
         self.config = model.config
@@ -116,6 +125,7 @@ class CausalLM(Trainable):
         self.blocks = list(self._block_list())
         self.tied = any(parameter is self.tail.head.weight for parameter in self.body.parameters())
         self.canonical = {name: by_identity[id(parameter)] for name, parameter in self.named_parameters()}
+        self.canonical_buffers = {name: by_identity[id(buffer)] for name, buffer in self.named_buffers()}
         self._finish(model, seed, recompute)
 
     @property
@@ -165,6 +175,7 @@ class Summed(Trainable):
         # Each direct child is a segment: without a list of equal blocks there is no better cut to be known.
         self.blocks = [child for child in model.children() if any(True for _ in child.parameters())]
         self.canonical = {name: name.removeprefix("model.") for name, _ in self.named_parameters()}
+        self.canonical_buffers = {name: name.removeprefix("model.") for name, _ in self.named_buffers()}
         self._finish(model, seed, recompute)
 
     def forward(self, batch: Mapping[str, Tensor], denominator: float) -> Tensor:
