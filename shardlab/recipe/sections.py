@@ -301,6 +301,16 @@ class TrainSection(Section):
     """What a NaN or infinite loss or gradient does to the run; it never reaches the weights."""
     evaluate_every: PositiveInt | None = None
     """Steps between evaluations; null evaluates at the end only."""
+    trackers: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Strict(False)] = ()
+    """Experiment trackers that get the recipe and every row of the metrics; their files lie in the run's tracking/."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _tracker_twice(cls, trackers: tuple[str, ...]) -> tuple[str, ...]:
+        twice = [name for name in trackers if trackers.count(name) > 1]
+        if twice:
+            raise ValueError(f"{twice[0]} is named twice")
+        return trackers
 
     @field_validator("precision", mode="before")
     @classmethod

@@ -1,17 +1,49 @@
 """What a run says while it goes: `metrics.jsonl`, one JSON object per step, and a progress line for people."""
 
+from __future__ import annotations
+
 import json
 import math
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+from shardlab.train.callbacks import Callback, Evaluation, StepResult
+
+if TYPE_CHECKING:
+    from shardlab.train.engine import Engine
 
 GiB = 1024**3
 PLAIN_SECONDS = 10.0  # between lines where the output is a log, not a terminal
 
 
-class MetricsFile:
+def step_row(result: StepResult, nonfinite_steps: int) -> dict[str, Any]:
+    """A step's row of the metrics; `grad_norm` is before clipping."""
+    return {
+        "step": result.step,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.learning_rate,
+        "tokens": result.tokens,
+        "skipped": result.skipped,
+        "nonfinite_steps": nonfinite_steps,
+        "seconds": result.seconds,
+        "tokens_per_second": result.tokens_per_second,
+        "peak_memory_bytes": result.peak_memory_bytes,
+    }
+
+
+def evaluation_row(evaluation: Evaluation) -> dict[str, Any]:
+    """An evaluation's row of the metrics."""
+    return {
+        "step": evaluation.step,
+        "evaluation_loss": evaluation.loss,
+        "evaluation_tokens": evaluation.tokens,
+    }
+
+
+class MetricsFile(Callback):
     """Appends rows to `metrics.jsonl`; each is on disk as far as the system is concerned when `write` returns."""
 
     def __init__(self, path: Path):
@@ -26,13 +58,25 @@ class MetricsFile:
         """Close the file."""
         self._file.close()
 
+    def on_step(self, engine: Engine, result: StepResult) -> None:
+        """See `Callback`."""
+        self.write(step_row(result, engine.nonfinite_steps))
+
+    def on_evaluate(self, engine: Engine, evaluation: Evaluation) -> None:
+        """See `Callback`."""
+        self.write(evaluation_row(evaluation))
+
+    def on_end(self, engine: Engine, error: BaseException | None) -> None:
+        """See `Callback`."""
+        self.close()
+
 
 def spelled(value: Any) -> Any:
     """`value`, or its name where it is a float that JSON has no number for."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Progress:
+class Progress(Callback):
     """A line that is rewritten on a terminal; in a log a line now and then, and always the first and the last."""
 
     def __init__(self, steps: int, stream: TextIO | None = None):
@@ -58,6 +102,15 @@ class Progress:
         end = "\n" if last or not self._terminal else ""
         self._stream.write(f"\r\x1b[K{line}{end}" if self._terminal else f"{line}\n")
         self._stream.flush()
+
+    def on_step(self, engine: Engine, result: StepResult) -> None:
+        """See `Callback`."""
+        self.step(result.step, result.loss, result.tokens_per_second, result.peak_memory_bytes)
+
+    def on_evaluate(self, engine: Engine, evaluation: Evaluation) -> None:
+        """See `Callback`."""
+        loss, tokens = evaluation.loss, evaluation.tokens
+        self.note(f"step {evaluation.step}  evaluation loss {loss:.4f} over {tokens:,} tokens")
 
     def note(self, text: str) -> None:
         """A line of its own."""

@@ -4,48 +4,65 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardlab import __version__
 from shardlab.data import OwnData, PreparedData, evaluation_batches, prepare
 from shardlab.errors import UserError
 from shardlab.model.build import build_model
+from shardlab.model.deferred import Weights
 from shardlab.planner import describe
 from shardlab.recipe import Recipe, dump_recipe
 from shardlab.topology import Topology
-from shardlab.train.engine import Engine, NonFiniteError, StepResult
+from shardlab.train.callbacks import Callback
+from shardlab.train.engine import Engine
 from shardlab.train.metrics import MetricsFile, Progress, spelled
 
 WARM_STEPS = 2  # the first steps make optimizer state and warm caches: left out of the throughput
 
 
 def train(
-    recipe: Recipe, output: Path, *, world_size: int | None = None, say: Callable[[str], None] = print
+    recipe: Recipe,
+    output: str | Path,
+    *,
+    world_size: int | None = None,
+    callbacks: Iterable[Callback] = (),
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any] | None:
     """Train by `recipe` on the ranks of this job; the first rank returns the summary, as in `output`/summary.json.
 
-    Every rank calls this; the first one tells people what it does through `say`. Raises UserError for what the user
-    can mend, before anything is written where possible.
+    Every rank calls this, with `callbacks` of its own; the first one tells people what it does through `say`. Raises
+    UserError for what the user can mend, before anything is written where possible.
     """
-    engine = Engine.from_recipe(recipe, world_size=world_size)
-    main = engine.topology.is_main
+    with Engine.from_recipe(recipe, world_size=world_size, output=output, callbacks=callbacks) as engine:
+        return _train(engine, Path(output), say)
+
+
+def _train(engine: Engine, output: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
+    recipe, main = engine.recipe, engine.topology.is_main
     data = prepare(recipe.data)
     if main:
         say(describe(engine.plan))
+    model, weights = build_from_recipe(engine, data)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     claim(output, engine.topology)
-    parameters = setup_from_recipe(engine, data)
+    # Files come after all that may refuse the recipe: an empty directory is free for the next try.
+    engine.setup(model, weights, recipe.train.optimizer, data.tokenizer)
+    del model, weights
     if main:
         say("\n".join([f"{parameters / 1e6:.2f}M parameters; {data.size()} to train on", *data.report.lines()]))
         (output / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
         _write_json(output / "plan.json", dataclasses.asdict(engine.plan))
-    run = _Run(engine, data, output)
+        engine.callbacks += [MetricsFile(output / "metrics.jsonl"), Progress(recipe.train.steps)]
+    run = _Run(engine, data)
     run.loop()
-    engine.save(output / "model")
+    engine.save()
     summary = run.summary() | {
         "parameters": parameters,
         "backend": engine.plan.backend,
@@ -60,23 +77,27 @@ def train(
     if main:
         _write_json(output / "summary.json", summary)
         say(f"model: {output / 'model'}\nmetrics: {output / 'metrics.jsonl'}\nsummary: {output / 'summary.json'}")
-    engine.close()
     return summary if main else None
 
 
 def setup_from_recipe(engine: Engine, data: PreparedData | OwnData) -> int:
     """Build the recipe's model for the data's tokenizer and shard it. Returns its number of parameters."""
+    model, weights = build_from_recipe(engine, data)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine.setup(model, weights, engine.recipe.train.optimizer, data.tokenizer)
+    return parameters
+
+
+def build_from_recipe(engine: Engine, data: PreparedData | OwnData) -> tuple[nn.Module, Weights]:
+    """The recipe's model for the data's tokenizer, and its initial values; nothing is sharded yet."""
     recipe, tokenizer = engine.recipe, data.tokenizer
-    model, weights = build_model(
+    return build_model(
         recipe.model,
         vocabulary=len(tokenizer) if tokenizer is not None else 0,
         eos_token_id=tokenizer.eos_token_id if tokenizer is not None else None,
         sequence_length=recipe.data.sequence_length,
         seed=engine.plan.seed,
     )
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine.setup(model, weights, recipe.train.optimizer, tokenizer)
-    return parameters
 
 
 def claim(output: Path, topology: Topology) -> None:
@@ -104,12 +125,10 @@ def per_rank(value: int, topology: Topology) -> list[int]:
 class _Run:
     """The loop and what it keeps for the summary."""
 
-    def __init__(self, engine: Engine, data: PreparedData | OwnData, output: Path):
+    def __init__(self, engine: Engine, data: PreparedData | OwnData):
         self._engine = engine
         self._data = data
         self.peak_bytes = 0  # over the steps, not over building the model before or writing it after
-        self._main = engine.topology.is_main
-        self._metrics = MetricsFile(output / "metrics.jsonl") if self._main else None
         self._rates: list[float] = []
         self._losses: list[float | None] = []
         self._evaluation: tuple[float, int] | None = None
@@ -127,52 +146,22 @@ class _Run:
             seed=plan.seed,
             steps=train.steps,
         )
-        progress = Progress(train.steps) if self._main else None
         engine.meter.reset()
         started = time.perf_counter()
         try:
-            for done, window in enumerate(loader, start=1):
-                before = time.perf_counter()
-                try:
-                    result = engine.run(window)
-                except NonFiniteError as error:  # what stopped the run belongs in its log
-                    self._record(done, error.result, time.perf_counter() - before, progress)
-                    raise
-                self._record(done, result, time.perf_counter() - before, progress)
-                last = done == train.steps
-                if last or (train.evaluate_every is not None and done % train.evaluate_every == 0):
-                    self._evaluate(done, progress)
+            for window in loader:
+                result = engine.run(window)
+                last = result.step == train.steps
+                if result.step > WARM_STEPS or last:
+                    self._rates.append(result.tokens_per_second)
+                self._losses.append(result.loss)
+                if last or (train.evaluate_every is not None and result.step % train.evaluate_every == 0):
+                    self._evaluate()
         finally:
             self._seconds = time.perf_counter() - started
             self.peak_bytes = engine.meter.peak_bytes()
-            if self._metrics is not None:
-                self._metrics.close()
 
-    def _record(self, step: int, result: StepResult, seconds: float, progress: Progress | None) -> None:
-        rate = result.tokens / seconds
-        if step > WARM_STEPS or step == self._engine.recipe.train.steps:
-            self._rates.append(rate)
-        self._losses.append(result.loss)
-        if self._metrics is None or progress is None:
-            return
-        peak = self._engine.meter.peak_bytes()
-        self._metrics.write(
-            {
-                "step": step,
-                "loss": result.loss,
-                "grad_norm": result.grad_norm,
-                "lr": result.learning_rate,
-                "tokens": result.tokens,
-                "skipped": result.skipped,
-                "nonfinite_steps": self._engine.nonfinite_steps,
-                "seconds": seconds,
-                "tokens_per_second": rate,
-                "peak_memory_bytes": peak,
-            }
-        )
-        progress.step(step, result.loss, rate, peak)
-
-    def _evaluate(self, step: int, progress: Progress | None) -> None:
+    def _evaluate(self) -> None:
         if self._data.evaluation is None:
             return
         plan, topology = self._engine.plan, self._engine.topology
@@ -180,10 +169,6 @@ class _Run:
             self._data.evaluation, micro_batch=plan.micro_batch, rank=topology.rank, world_size=topology.world_size
         )
         self._evaluation = self._engine.evaluate(batches)
-        if self._metrics is not None and progress is not None:
-            loss, tokens = self._evaluation
-            self._metrics.write({"step": step, "evaluation_loss": loss, "evaluation_tokens": tokens})
-            progress.note(f"step {step}  evaluation loss {loss:.4f} over {tokens:,} tokens")
 
     def summary(self) -> dict[str, Any]:
         """What the run came to."""

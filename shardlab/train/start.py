@@ -10,6 +10,7 @@ from shardlab.planner import resolve
 from shardlab.recipe import Recipe
 from shardlab.runtime.extensions import zero_unavailable_reason
 from shardlab.topology import announced_rank, launcher_name
+from shardlab.train.tracking import check_trackers
 
 RUNS = Path("runs")
 
@@ -38,6 +39,7 @@ def start(
 def check(recipe: Recipe, world_size: int) -> Plan:
     """The plan for `world_size` ranks. Raises UserError for what would only fail once the ranks have started."""
     plan = resolve(recipe, world_size=world_size)
+    check_trackers(recipe)
     if plan.backend.startswith("zero"):
         missing = zero_unavailable_reason(())
         if missing is not None:
@@ -57,8 +59,14 @@ def default_output(recipe_file: Path) -> Path:
     """
     if under_launcher():
         raise UserError("under a launcher --output has to be given: the ranks must agree on it")
-    number, path = 1, RUNS / recipe_file.stem
+    name, number = recipe_file.stem, free_name(recipe_file.stem)
+    return RUNS / (name if number == 1 else f"{name}-{number}")
+
+
+def free_name(name: str) -> int:
+    """1 where runs/NAME is free, else the smallest N for which runs/NAME-N is."""
+    number, path = 1, RUNS / name
     while path.exists():
         number += 1
-        path = RUNS / f"{recipe_file.stem}-{number}"
-    return path
+        path = RUNS / f"{name}-{number}"
+    return number

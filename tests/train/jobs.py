@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from shardlab import Engine
+from shardlab import Callback, Engine
 from shardlab.backends import zero_config
 from shardlab.data import MicroBatch, WindowLoader, prepare_data
 from shardlab.errors import UserError
 from shardlab.recipe import load_recipe
+from shardlab.train.callbacks import Evaluation, StepResult
 from shardlab.train.run import setup_from_recipe, train
 from tests.train.loop import Outcome, through_engine
 
@@ -118,3 +119,24 @@ def rates(recipe: Path, accumulation: int) -> list[float]:
         engine.step(window)
     engine.close()
     return found
+
+
+def diary(recipe: Path, output: Path) -> list[tuple[Any, ...]]:
+    """What a callback on this rank is told: kind, step and loss."""
+    told: list[tuple[Any, ...]] = []
+
+    class Diary(Callback):
+        def on_start(self, engine: Engine) -> None:
+            told.append(("start",))
+
+        def on_step(self, engine: Engine, result: StepResult) -> None:
+            told.append(("step", result.step, result.loss, result.grad_norm))
+
+        def on_evaluate(self, engine: Engine, evaluation: Evaluation) -> None:
+            told.append(("evaluate", evaluation.step, evaluation.loss, evaluation.tokens))
+
+        def on_end(self, engine: Engine, error: BaseException | None) -> None:
+            told.append(("end", error))
+
+    train(load_recipe(recipe), output, world_size=2, callbacks=[Diary()], say=lambda _: None)
+    return told
