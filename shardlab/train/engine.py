@@ -5,6 +5,7 @@ It knows windows, schedules and policies, and nothing of DeepSpeed or FSDP.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from shardlab.backends import Job, make_backend
 from shardlab.backends.base import Backend, OptimizerSettings, all_reduce_sum, fingerprint
 from shardlab.backends.optimizer import like
+from shardlab.checkpoint import join
 from shardlab.data import MicroBatch, Window, windows_from_batches
 from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights, Weights
@@ -29,6 +31,14 @@ from shardlab.runtime.environment import apply_in_process
 from shardlab.topology import Topology, check_collectives
 from shardlab.train.artifact import save_artifact
 from shardlab.train.callbacks import Callback, Evaluation, StepResult
+from shardlab.train.checkpointing import (
+    DIRECTORY,
+    Checkpoints,
+    check_resumption,
+    find_resumption,
+    own_loop_identity,
+    restore,
+)
 from shardlab.train.meter import MemoryMeter
 from shardlab.train.schedules import learning_rate
 from shardlab.train.start import RUNS, check, free_name
@@ -49,9 +59,9 @@ class NonFiniteError(UserError):
 class Engine:
     """Trains one model by one recipe on the ranks of this job.
 
-    `applied` counts updates; `nonfinite_steps` the windows left out for a NaN or infinity. `meter` measures this
-    rank's memory, of which `base_bytes` were in use before there was a model. As a context manager it closes itself,
-    and tells its callbacks of an exception.
+    `steps_done` counts windows, `applied` updates; `nonfinite_steps` the windows left out for a NaN or infinity.
+    `meter` measures this rank's memory, of which `base_bytes` were in use before there was a model. As a context
+    manager it closes itself, and tells its callbacks of an exception.
     """
 
     def __init__(
@@ -76,9 +86,10 @@ class Engine:
         self._name = name
         self._output = output
         self._backend: Backend | None = None
-        self._steps = 0  # windows, applied or not
+        self._checkpoints: Checkpoints | None = None
+        self.steps_done = 0  # windows, applied or not
         self._tokenizer: Any = None
-        self._peak = recipe.train.optimizer.lr
+        self.peak_learning_rate = recipe.train.optimizer.lr
         self._source = recipe.model
 
     def __enter__(self) -> Engine:
@@ -176,7 +187,7 @@ class Engine:
         as for transformers).
         """
         settings = like(optimizer, model)
-        self._peak = float(optimizer.defaults["lr"])
+        self.peak_learning_rate = float(optimizer.defaults["lr"])
         self._source = ModelSection()  # not the recipe's model
         self.setup(model, ModuleWeights(model), settings)
         optimizer.state.clear()
@@ -184,8 +195,11 @@ class Engine:
         return self.module, self.backend.optimizer, self._windows(loader)
 
     def _windows(self, loader: Iterable[Mapping[str, Tensor]]) -> Iterator[Window]:
-        return windows_from_batches(
-            loader,
+        """Of a run that goes on, those that are left: what was trained on is read and passed over."""
+        passed = self.steps_done * self.plan.accumulation
+        yield from windows_from_batches(
+            itertools.islice(loader, passed, None),
+            start_step=self.steps_done,
             accumulation=self.plan.accumulation,
             rank=self.topology.rank,
             world_size=self.topology.world_size,
@@ -215,9 +229,9 @@ class Engine:
             self.nonfinite_steps += skipped
             if self.applied == 1 and not skipped:
                 self._check_changed(lr)
-        self._steps = window.step + 1
+        self.steps_done = window.step + 1
         seconds = time.perf_counter() - started
-        result = StepResult(loss, norm, lr, window.tokens, skipped, self._steps, seconds, self.meter.peak_bytes())
+        result = StepResult(loss, norm, lr, window.tokens, skipped, self.steps_done, seconds, self.meter.peak_bytes())
         for callback in self.callbacks:  # also of a step that stops the run: it belongs in the log
             callback.on_step(self, result)
         if window.tokens and skipped and self.recipe.train.on_nonfinite == "stop":
@@ -231,7 +245,7 @@ class Engine:
     def learning_rate(self) -> float:
         """The rate of the next update."""
         train = self.recipe.train
-        return learning_rate(train.schedule, peak=self._peak, applied=self.applied, steps=train.steps)
+        return learning_rate(train.schedule, peak=self.peak_learning_rate, applied=self.applied, steps=train.steps)
 
     def _check_changed(self, lr: float) -> None:
         unchanged = self.backend.unchanged_parameters()
@@ -245,7 +259,7 @@ class Engine:
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """(mean loss per token, tokens) over all ranks' batches; every rank brings the same number of them."""
         loss_sum, tokens = self.backend.evaluate(batches)
-        found = Evaluation(self._steps, loss_sum / tokens if tokens else math.nan, tokens)
+        found = Evaluation(self.steps_done, loss_sum / tokens if tokens else math.nan, tokens)
         for callback in self.callbacks:
             callback.on_evaluate(self, found)
         return found.loss, found.tokens
@@ -265,6 +279,31 @@ class Engine:
             self._source,
         )
         return chosen
+
+    def save_state(self, root: str | Path | None = None) -> Path:
+        """Save a checkpoint to go on from, in `root` (without it `checkpoints` in `output`). Every rank calls this.
+
+        Returns its directory, `step-…`, whole and verified by its hashes when older ones are deleted.
+        """
+        chosen = self.output / DIRECTORY if root is None else Path(root)
+        if self._checkpoints is None or self._checkpoints.root != chosen:
+            ranks = join(self.topology, self.plan.timeout_seconds)
+            self._checkpoints = Checkpoints(self, chosen, ranks, own_loop_identity(self.recipe))
+        return self._checkpoints.save_now()
+
+    def load_state(self, resume: str | Path = "auto", *, reset_schedule: bool = False) -> int:
+        """Go on from a checkpoint, saved by any backend at any world size; the number of steps that were done.
+
+        After `prepare`, before the first step; every rank calls this. `resume` is a checkpoint, or what holds some, of
+        which the newest whole one is taken; "auto" is this run's own, and 0 where there is none. Raises UserError
+        where the state is of another model, optimizer or schedule (which `reset_schedule` allows).
+        """
+        ranks = join(self.topology, self.plan.timeout_seconds)
+        found = find_resumption(str(resume), self.output, ranks, print)
+        if found is not None:
+            check_resumption(found, self, own_loop_identity(self.recipe), reset_schedule=reset_schedule)
+            restore(self, found)
+        return self.steps_done
 
     def close(self, error: BaseException | None = None) -> None:
         """Release the backend and end the callbacks, which are told of `error`. A second call does nothing."""

@@ -46,7 +46,10 @@ def evaluation_row(evaluation: Evaluation) -> dict[str, Any]:
 class MetricsFile(Callback):
     """Appends rows to `metrics.jsonl`; each is on disk as far as the system is concerned when `write` returns."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, resumed_from: int = 0):
+        """A run that goes on after `resumed_from` steps does the later ones again: their rows are taken out."""
+        if path.exists():
+            _keep_rows(path, resumed_from)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: dict[str, Any]) -> None:
@@ -71,6 +74,21 @@ class MetricsFile(Callback):
         self.close()
 
 
+def _keep_rows(path: Path, last_step: int) -> None:
+    """Keep the rows up to a step; of a process that was killed the last one may be cut off."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if row["step"] <= last_step:
+            kept.append(line + "\n")
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    partial.replace(path)
+
+
 def spelled(value: Any) -> Any:
     """`value`, or its name where it is a float that JSON has no number for."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -79,8 +97,9 @@ def spelled(value: Any) -> Any:
 class Progress(Callback):
     """A line that is rewritten on a terminal; in a log a line now and then, and always the first and the last."""
 
-    def __init__(self, steps: int, stream: TextIO | None = None):
+    def __init__(self, steps: int, stream: TextIO | None = None, resumed_from: int = 0):
         self._steps = steps
+        self._resumed_from = resumed_from
         self._stream = sys.stderr if stream is None else stream
         self._terminal = self._stream.isatty()
         self._started = time.monotonic()
@@ -94,7 +113,7 @@ class Progress(Callback):
         if not (self._terminal or self._first or last or now - self._said >= PLAIN_SECONDS):
             return
         self._said, self._first = now, False
-        left = (now - self._started) / done * (self._steps - done)
+        left = (now - self._started) / (done - self._resumed_from) * (self._steps - done)
         line = (
             f"step {done}/{self._steps}  loss {'-' if loss is None else f'{loss:.4f}'}  "
             f"{tokens_per_second:,.0f} tokens/s  peak {peak_bytes / GiB:.2f} GiB  {duration(left)} left"
