@@ -1,5 +1,6 @@
 """Checkpoints that are there whole or not at all, verify, and resume on any backend at any world size."""
 
+from shardlab.checkpoint.asynchronous import AsyncSaver
 from shardlab.checkpoint.listing import checkpoints, clean, find_newest, verify_together
 from shardlab.checkpoint.load import CheckpointReader
 from shardlab.checkpoint.manifest import DamagedError, Manifest
@@ -9,6 +10,7 @@ from shardlab.checkpoint.verify import examine, read_manifest, verify
 
 __all__ = [
     "Alone",
+    "AsyncSaver",
     "CheckpointReader",
     "Contents",
     "DamagedError",

@@ -105,14 +105,16 @@ def verify_together(path: Path, ranks: Ranks | None = None, storage: Storage | N
         raise DamagedError(f"checkpoint {faults[0]}{_more(faults)}")
 
 
-def delete_older(root: Path, keep: int, storage: Storage | None = None) -> list[Path]:
-    """Delete all but the `keep` newest checkpoints and the best by evaluation. For one process.
+def delete_older(root: Path, newest: int, keep: int, storage: Storage | None = None) -> list[Path]:
+    """Of the checkpoints up to the step `newest`, delete all but the `keep` last and the best by evaluation.
 
-    Call it when the newest has been verified. One that can't be read any more counts as neither newest nor best.
+    For one process, when that of `newest` has been verified. One that can't be read any more counts as neither. Those
+    of later steps are of a run that went back (the later ones were damaged, perhaps): they are left.
     """
     storage = storage or LocalStorage()
+    present = [one for one in checkpoints(root, storage) if one.step <= newest]
     losses: dict[Path, float | None] = {}
-    for one in checkpoints(root, storage):
+    for one in present:
         try:
             losses[one.path] = read_manifest(one.path, storage).evaluation
         except (UserError, OSError):
@@ -121,7 +123,7 @@ def delete_older(root: Path, keep: int, storage: Storage | None = None) -> list[
     judged = {path: loss for path, loss in losses.items() if loss is not None}
     if judged:
         kept.add(min(judged, key=judged.__getitem__))
-    gone = [one.path for one in checkpoints(root, storage) if one.path not in kept]
+    gone = [one.path for one in present if one.path not in kept]
     for path in gone:
         hidden = path.with_name(hidden_name(path.name, "deleted"))
         storage.rename(path, hidden)  # one that is half deleted never has a checkpoint's name

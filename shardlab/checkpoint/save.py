@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import errno
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,20 @@ import torch
 from torch import Tensor
 
 from shardlab.checkpoint.layout import FilePlan, Part, assign, header, parts_of, plan_files
-from shardlab.checkpoint.listing import checkpoints, clean, delete_older, directory_name, hidden_name, verify_together
-from shardlab.checkpoint.manifest import MANIFEST, VERSION, Manifest, OptimizerEntry, Piece, TensorEntry, faults
+from shardlab.checkpoint.listing import checkpoints, clean, delete_older, directory_name, hidden_name
+from shardlab.checkpoint.manifest import (
+    MANIFEST,
+    VERSION,
+    DamagedError,
+    Manifest,
+    OptimizerEntry,
+    Piece,
+    TensorEntry,
+    faults,
+)
 from shardlab.checkpoint.ranks import Agreement, Alone, Ranks
 from shardlab.checkpoint.storage import LocalStorage, Storage
+from shardlab.checkpoint.verify import examine
 from shardlab.checkpoint.write import Written, write_files
 from shardlab.errors import UserError
 from shardlab.state.fragment import Fragment, OptimizerState
@@ -34,6 +45,7 @@ FILE_BYTES = 1024**3
 MANIFEST_SHARE = 1 << 20  # bytes reckoned for the manifest and directory entries when space is checked
 
 Fragments = Callable[[], Iterable[Fragment]]
+Course = Generator[Callable[[], Any], list[Any], Path]
 
 
 @dataclass(frozen=True)
@@ -79,12 +91,7 @@ class Saver:
         where the disk is full or can't be written, on every rank: the checkpoints before it stay as they are.
         """
         draft = self.begin(contents, fragments)
-        with self.abandoned_on_error(draft), Agreement[list[Written]](self.ranks) as agreed:
-            agreed.value = self.write(draft, parts_of(fragments(), self.file_bytes))
-        with self.abandoned_on_error(draft), Agreement[None](self.ranks):
-            self.publish(draft, agreed.values)
-        self.delete_older(draft.final)
-        return draft.final
+        return run_course(self.course(draft, parts_of(fragments(), self.file_bytes)), self.ranks)
 
     def check_space(self, needed_bytes: int) -> None:
         """Before training: raise UserError if `needed_bytes` (over all ranks) are not free. Collective."""
@@ -98,14 +105,14 @@ class Saver:
         Raises UserError if checkpoints can't be written there, or a rank does not see what another wrote.
         """
         name = self._agreed_directory(directory_name(0))
-        partial = self.root / name
-        with self.abandoned_on_error(partial), Agreement[None](self.ranks), self._mendable("a trial save"):
-            self._write_file(partial / f"rank-{self.ranks.rank:05d}", b"trial")
-        with self.abandoned_on_error(partial), Agreement[None](self.ranks), self._mendable("a trial save"):
+        directory = self.root / name
+        with self.abandoned_on_error(directory), Agreement[None](self.ranks), self._mendable("a trial save"):
+            self._write_file(directory / f"rank-{self.ranks.rank:05d}", b"trial")
+        with self.abandoned_on_error(directory), Agreement[None](self.ranks), self._mendable("a trial save"):
             if self.ranks.rank == 0:
-                self._require_visible(partial, {f"rank-{rank:05d}": 5 for rank in range(self.ranks.world_size)})
+                self._require_visible(directory, {f"rank-{rank:05d}": 5 for rank in range(self.ranks.world_size)})
                 moved = self.root / hidden_name(directory_name(0), "deleted")
-                self.storage.rename(partial, moved)
+                self.storage.rename(directory, moved)
                 self.storage.sync_directory(self.root)
                 self.storage.delete(moved)
 
@@ -120,20 +127,36 @@ class Saver:
         name = self._agreed_directory(directory_name(contents.step), needed)
         return Draft(contents, self.root / name, self.root / directory_name(contents.step), plans, needed)
 
-    def write(self, draft: Draft, parts: Iterable[tuple[Part, Tensor]]) -> list[Written]:
-        """The second step: this rank's files. Not collective."""
-        with self._mendable(f"the checkpoint of step {draft.contents.step}", draft.needed_bytes):
+    def course(self, draft: Draft, parts: Iterable[tuple[Part, Tensor]]) -> Course:
+        """The steps after the first: each job is one rank's work, in any thread; what all ranks' came to is sent in.
+
+        Returns the checkpoint's directory. Nothing in a job is collective.
+        """
+        with self.abandoned_on_error(draft.partial):
+            written = yield partial(self._write, draft, parts)
+            yield partial(self._publish, draft, written)
+        told = yield lambda: len(checkpoints(self.root, self.storage)) > self.keep
+        if told[0]:
+            share = (self.ranks.rank, self.ranks.world_size)
+            found = yield partial(examine, draft.final, self.storage, *share)
+            for fault in (fault for faults in found for fault in faults):
+                raise DamagedError(f"what was just saved can't be read back, so nothing older is deleted: {fault}")
+            yield partial(self._delete_older, draft.contents.step)
+        return draft.final
+
+    def _write(self, draft: Draft, parts: Iterable[tuple[Part, Tensor]]) -> list[Written]:
+        with self._mendable(f"the checkpoint {draft.final.name}", draft):
             return write_files(draft.partial, draft.plans, parts, self.storage)
 
-    def publish(self, draft: Draft, written: list[list[Written]]) -> None:
-        """The third step: the first rank makes it a checkpoint. Not collective."""
+    def _publish(self, draft: Draft, written: list[list[Written]]) -> None:
+        """The first rank makes it a checkpoint."""
         if self.ranks.rank != 0:
             return
         manifest = manifest_of(draft.contents, [file for files in written for file in files])
         for fault in faults(manifest):
             raise RuntimeError(f"the fragments of step {draft.contents.step} are not the training state: {fault}")
         self._require_visible(draft.partial, {file.name: file.bytes for file in manifest.files})
-        with self._mendable(f"the checkpoint of step {draft.contents.step}", draft.needed_bytes):
+        with self._mendable(f"the checkpoint {draft.final.name}", draft):
             self._write_file(draft.partial / MANIFEST, manifest.dump())
             self.storage.sync_directory(draft.partial)
             replaced = None
@@ -145,25 +168,18 @@ class Saver:
             if replaced is not None:
                 self.storage.delete(replaced)
 
-    def delete_older(self, newest: Path) -> None:
-        """Verify `newest`, then delete what need not be kept. Collective; raises DamagedError and deletes nothing."""
-        with Agreement[bool](self.ranks) as agreed:
-            agreed.value = self.ranks.rank == 0 and len(checkpoints(self.root, self.storage)) > self.keep
-        if not agreed.values[0]:
-            return
-        verify_together(newest, self.ranks, self.storage)
-        with Agreement[None](self.ranks):
-            if self.ranks.rank == 0:
-                delete_older(self.root, self.keep, self.storage)
+    def _delete_older(self, step: int) -> None:
+        if self.ranks.rank == 0:
+            delete_older(self.root, step, self.keep, self.storage)
 
     @contextmanager
-    def abandoned_on_error(self, draft: Draft | Path) -> Iterator[None]:
+    def abandoned_on_error(self, directory: Path) -> Iterator[None]:
         """Remove the hidden directory when what is inside fails; the error goes on."""
         try:
             yield
         except Exception:
             if self.ranks.rank == 0:
-                self.storage.delete(draft if isinstance(draft, Path) else draft.partial)
+                self.storage.delete(directory)
             raise
 
     def _agreed_directory(self, name: str, needed_bytes: int | None = None) -> str:
@@ -175,7 +191,10 @@ class Saver:
                     clean(self.root, self.storage)
                     if needed_bytes is not None:
                         self._require_space(needed_bytes, f"the checkpoint {name}")
+                    fresh = not self.storage.is_directory(self.root)
                     self.storage.make_directory(self.root / agreed.value)
+                    if fresh:
+                        self.storage.sync_directory(self.root.parent)
         return agreed.values[0]
 
     def _write_file(self, path: Path, content: bytes) -> None:
@@ -188,8 +207,9 @@ class Saver:
 
     def _require_visible(self, directory: Path, sizes: Mapping[str, int]) -> None:
         """Whether this process sees the files of all ranks."""
+        seen = set(self.storage.names(directory))
         for name, size in sizes.items():
-            if name not in self.storage.names(directory):
+            if name not in seen:
                 raise UserError(
                     f"{directory / name} was written by another rank and is not seen here: "
                     f"all hosts must share {self.root}"
@@ -204,6 +224,14 @@ class Saver:
         if free < needed_bytes:
             raise UserError(self._full(what, needed_bytes, free))
 
+    def _written_bytes(self, directory: Path) -> int:
+        total = 0
+        for name in self.storage.names(directory):
+            file = self.storage.open(directory / name)
+            file.close()
+            total += file.size
+        return total
+
     def _full(self, what: str, needed_bytes: int | None, free_bytes: int) -> str:
         needs = f" needs {_spelled(needed_bytes)}," if needed_bytes is not None else ":"
         have = checkpoints(self.root, self.storage)
@@ -212,17 +240,39 @@ class Saver:
         return f"disk full: {what}{needs} {has}: make room there, or set another --output{rest}"
 
     @contextmanager
-    def _mendable(self, what: str, needed_bytes: int | None = None) -> Iterator[None]:
+    def _mendable(self, what: str, draft: Draft | None = None) -> Iterator[None]:
         """Operating-system errors that a user can mend, as UserError."""
         try:
             yield
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 free = self.storage.free_bytes(self.root)
-                raise UserError(self._full(what, needed_bytes, free)) from error
+                needed = None
+                if draft is not None:
+                    free += self._written_bytes(draft.partial)  # they are freed at once
+                    needed = draft.needed_bytes
+                raise UserError(self._full(what, needed, free)) from error
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
                 raise UserError(f"{what} can't be written: {error.filename or self.root}: {error.strerror}") from error
             raise
+
+
+def run_course(course: Course, ranks: Ranks) -> Path:
+    """Do the steps of a save here and now. Collective."""
+    results: list[Any] | None = None
+    while True:
+        try:
+            job = next(course) if results is None else course.send(results)
+        except StopIteration as end:
+            path: Path = end.value
+            return path
+        try:
+            with Agreement[Any](ranks) as agreed:
+                agreed.value = job()
+        except Exception as error:
+            course.throw(error)
+            raise
+        results = agreed.values
 
 
 @dataclass(frozen=True)
