@@ -4,12 +4,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardlab.recipe import Recipe, load_recipe
+    from shardlab.train.callbacks import Callback
     from shardlab.train.engine import Engine
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Recipe", "__version__", "load_recipe"]
+__all__ = ["Callback", "Engine", "Recipe", "__version__", "load_recipe"]
 
-_HOMES = {"Engine": "shardlab.train.engine", "Recipe": "shardlab.recipe", "load_recipe": "shardlab.recipe"}
+_HOMES = {
+    "Callback": "shardlab.train.callbacks",
+    "Engine": "shardlab.train.engine",
+    "Recipe": "shardlab.recipe",
+    "load_recipe": "shardlab.recipe",
+}
 
 
 def __getattr__(name: str) -> Any:

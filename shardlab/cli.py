@@ -75,14 +75,28 @@ def train(
     ] = None,
     overrides: Overrides = None,
     output: Output = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="auto|DIR", help="Go on from the newest whole checkpoint of --output, or of DIR."),
+    ] = None,
+    reset_schedule: Annotated[
+        bool, typer.Option("--reset-schedule", help="With --resume: the recipe's schedule from there on.")
+    ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="After a failure start the ranks again and resume, so many times.")
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Resolve and print everything, train nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model by a recipe.
 
+    TERM or USR1 to any rank saves a checkpoint after the step under way and ends with code 75; a second one aborts.
+
     Examples: `shardlab train recipe.yaml --nproc 2`, `shardlab train recipe.yaml --set train.steps=50`,
-    `torchrun --nproc-per-node 2 -m shardlab train recipe.yaml --output runs/a`
+    `torchrun --nproc-per-node 2 -m shardlab train recipe.yaml --output runs/a`,
+    `shardlab train recipe.yaml --output runs/a --resume auto --nproc 4 --set shard.backend=zero3`
     """
+    from shardlab.errors import UserError
     from shardlab.recipe import load_recipe
     from shardlab.train.start import check, default_output, start
 
@@ -90,18 +104,32 @@ def train(
     if dry_run:
         _print_plan(loaded, check(loaded, nproc or loaded.shard.world_size or 1), as_json)
         return
+    if resume == "auto" and output is None:
+        raise UserError("--resume auto needs --output: the run to go on with")
+    if reset_schedule and resume is None:
+        raise UserError("--reset-schedule is for a run that goes on: give --resume too")
     directory = output if output is not None else default_output(recipe)
 
     def run() -> None:
         from shardlab.train.run import train as train_here
 
-        summary = train_here(loaded, directory, world_size=nproc, say=_to_stderr if as_json else typer.echo)
+        summary = train_here(
+            loaded,
+            directory,
+            world_size=nproc,
+            resume=resume,
+            reset_schedule=reset_schedule,
+            say=_to_stderr if as_json else typer.echo,
+        )
         if as_json and summary is not None:
             typer.echo(json.dumps(summary))
 
     arguments = ["train", str(recipe), "--output", str(directory), *(f"--set={o}" for o in overrides or ())]
     arguments += [f"--nproc={nproc}"] if nproc is not None else []
-    code = start(loaded, nproc, directory, [*arguments, *(["--json"] if as_json else [])], run)
+    arguments += [f"--resume={resume}"] if resume is not None else []
+    arguments += ["--reset-schedule"] if reset_schedule else []
+    arguments += ["--json"] if as_json else []
+    code = start(loaded, nproc, directory, arguments, run, resume=resume, max_restarts=max_restarts)
     raise typer.Exit(code or 0)
 
 

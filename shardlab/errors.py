@@ -9,6 +9,7 @@ class ExitCode(IntEnum):
     DONE = 0
     FAILURE = 1  # a failure of the program or of a rank
     USER = 2  # the user can mend it; one line says how
+    STOPPED = 75  # saved and stopped on a signal (EX_TEMPFAIL: what schedulers take for "run it again")
 
 
 class UserError(Exception):

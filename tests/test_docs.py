@@ -17,6 +17,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 
 
+def blocks_of(page: str, language: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in which the README's snippets run one after another, as a reader's would."""
@@ -43,12 +48,8 @@ def test_the_readmes_snippets_run_in_order(workplace: Path) -> None:
 
 
 def test_the_readmes_recipes_are_valid() -> None:
-    import yaml
-
-    from shardlab.recipe import Recipe
-
     for block in blocks("yaml"):
-        Recipe.from_dict(yaml.safe_load(block))
+        _valid(block)
 
 
 def test_the_readmes_make_targets_exist() -> None:
@@ -71,3 +72,53 @@ def test_the_recipe_page_is_what_the_code_says() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.PAGE.read_text(encoding="utf-8") == module.page(), "run python docs/generate_recipe.py"
+
+
+def test_the_own_loops_script_learns_the_same_before_and_after_its_five_lines(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    (diff,) = blocks_of("own-loop.md", "diff")
+    recipe, groups = blocks_of("own-loop.md", "yaml")
+    lines = diff.splitlines()
+    assert sum(line.startswith("+") for line in lines) == 5
+    printed, weights = [], []
+    for other, own in (("+", "-"), ("-", "+")):
+        directory = tmp_path / own
+        directory.mkdir()
+        (directory / "my.yaml").write_text(recipe, encoding="utf-8")
+        script = "\n".join(line[1:] for line in lines if not line.startswith(other))
+        (directory / "script.py").write_text(script, encoding="utf-8")
+        said = run([sys.executable, "script.py"], directory)  # DeepSpeed, if transformers imports it, has its say too
+        printed.append([float(loss) for loss in re.findall(r"^\d+\.\d{6}$", said, flags=re.MULTILINE)])
+        weights.append(load_file(directory / "my-model/model.safetensors"))
+    plain, ours = printed
+    assert len(plain) == 8
+    assert ours == pytest.approx(plain, rel=1e-5)
+    assert weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        assert (weights[1][name] - value).norm() <= 1e-5 * value.norm(), name
+    _valid(groups)
+
+
+@pytest.mark.slow
+def test_the_watching_pages_snippets_work(tmp_path: Path) -> None:
+    (recipe,) = blocks_of("watching.md", "yaml")
+    (snippet,) = blocks_of("watching.md", "python")
+    _valid(recipe)
+    (tmp_path / "text.txt").write_text("alpha beta gamma " * 400, encoding="utf-8")
+    small = (
+        "data: {files: [text.txt], tokenizer: bytes, sequence_length: 32, cache_dir: cache, evaluation_fraction: 0.1}"
+    )
+    train = "train: {steps: 4, global_batch_size: 4, precision: fp32, evaluate_every: 2}"
+    (tmp_path / "my.yaml").write_text(f"model: {{preset: tiny}}\n{small}\n{train}\n", encoding="utf-8")
+    (tmp_path / "watched.py").write_text(snippet, encoding="utf-8")
+    run([sys.executable, "watched.py"], tmp_path)
+    assert (tmp_path / "runs/watched/model/model.safetensors").is_file()
+
+
+def _valid(text: str) -> None:
+    import yaml
+
+    from shardlab.recipe import Recipe
+
+    Recipe.from_dict(yaml.safe_load(text))

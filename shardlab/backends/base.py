@@ -23,6 +23,7 @@ from shardlab.model.deferred import Weights
 from shardlab.model.trainable import Trainable
 from shardlab.plan import Plan
 from shardlab.recipe import SGD, AdamW
+from shardlab.state.fragment import Fragment, OptimizerState, StateReader
 from shardlab.topology import Topology
 
 OptimizerFactory = Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer]
@@ -50,7 +51,10 @@ class Job:
 
 
 class Backend(Protocol):
-    """Carries out a plan. All methods but `tensors`' items are collective: every rank calls them in the same order."""
+    """Carries out a plan.
+
+    Every rank calls all methods in the same order; `fragments` and `optimizer_state` alone use no collective.
+    """
 
     optimizer: Any  # torch's, or DeepSpeed's around it; its groups show the rates in force
 
@@ -75,6 +79,28 @@ class Backend(Protocol):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model whole, on the CPU, one at a time, in the precision that it computes in."""
+        ...
+
+    def fragments(self) -> Iterator[Fragment]:
+        """What this rank writes of the training state: views of it, valid until the next window.
+
+        Over all ranks each element of each tensor is there exactly once: masters and the optimizer's per-element
+        states of what is trained, the values of what is frozen, persistent buffers. Padding is not. Raises UserError
+        where the optimizer keeps something that is no such state.
+        """
+        ...
+
+    def optimizer_state(self) -> OptimizerState:
+        """What of the optimizer has not a tensor's shape; the same on every rank."""
+        ...
+
+    def load(self, reader: StateReader) -> None:
+        """Take over the training state that `reader` gives, whatever backend and world size it was saved by.
+
+        After `prepare` and before the first window. Each rank reads only what it holds. Without moments (of one
+        tensor or of all) the optimizer starts anew. Rates and other options stay those that the optimizer was built
+        with. Raises UserError where the tensors or the optimizer are not those of this run, naming one.
+        """
         ...
 
     def close(self) -> None:

@@ -25,9 +25,14 @@ from shardlab.backends.base import (
     sum_losses,
 )
 from shardlab.backends.materialize import Materializer, move_buffers
+from shardlab.backends.module_state import buffer_fragments, check_tensors, load_buffers
 from shardlab.backends.optimizer import build_optimizer, set_learning_rate
+from shardlab.backends.optimizer_state import make_state, moments, owners, read_state
 from shardlab.data.window import MicroBatch, Window
 from shardlab.model.deferred import Weights
+from shardlab.state.box import whole
+from shardlab.state.fragment import FROZEN, MASTER, Fragment, OptimizerState, StateReader
+from shardlab.state.held import Held, fragments_of, read_held
 
 BUCKET_BYTES = 25 * 1024**2  # as DistributedDataParallel: large enough for bandwidth, small enough to overlap
 
@@ -106,9 +111,13 @@ class DDPBackend:
                 for name, master, old, norm in zip(self._names, self._masters, before, norms.tolist(), strict=True)
                 if norm > 0 and fingerprint(master) == old
             ]
+        self._publish()
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Make the weights that compute from the masters."""
         if self._mixed:
-            with torch.no_grad():
-                torch._foreach_copy_([*self._weights], [*self._masters])
+            torch._foreach_copy_([*self._weights], [*self._masters])
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """See `Backend.evaluate`."""
@@ -122,6 +131,37 @@ class DDPBackend:
         """See `Backend.tensors`."""
         for name, parameter in self._job.module.named_canonical():
             yield name, parameter.detach().cpu()
+
+    def _held(self) -> Iterator[Held]:
+        """Every tensor whole, as every other rank."""
+        masters = dict(zip(self._names, self._masters, strict=True))
+        for name, parameter in self._job.module.named_canonical():
+            shape = tuple(parameter.shape)
+            box = whole(shape)
+            if box is None:
+                continue
+            states = {FROZEN: parameter.detach()}
+            if name in masters:
+                states = {MASTER: masters[name].detach(), **moments(self.optimizer, masters[name])}
+            yield Held(name, shape, box, states)
+
+    def fragments(self) -> Iterator[Fragment]:
+        """See `Backend.fragments`."""
+        topology = self._job.topology
+        yield from fragments_of(list(self._held()), topology.rank, topology.world_size)
+        yield from buffer_fragments(self._job.module, topology)
+
+    def optimizer_state(self) -> OptimizerState:
+        """See `Backend.optimizer_state`."""
+        return read_state(self.optimizer, owners(self.optimizer))
+
+    def load(self, reader: StateReader) -> None:
+        """See `Backend.load`."""
+        check_tensors(self._job.module, reader)
+        make_state(self.optimizer, owners(self.optimizer), reader)
+        read_held(self._held(), reader)
+        load_buffers(self._job.module, reader)
+        self._publish()
 
     def close(self) -> None:
         """See `Backend.close`."""

@@ -27,11 +27,16 @@ from shardlab.backends.base import (
     sum_losses,
 )
 from shardlab.backends.materialize import Materializer, move_buffers
+from shardlab.backends.module_state import buffer_fragments, check_tensors, load_buffers
 from shardlab.backends.optimizer import build_optimizer, set_learning_rate
+from shardlab.backends.optimizer_state import make_state, moments, owners, read_state
 from shardlab.data.window import MicroBatch, Window
 from shardlab.errors import UserError
 from shardlab.model.deferred import Weights
 from shardlab.plan import Plan
+from shardlab.state.box import Box
+from shardlab.state.fragment import FROZEN, MASTER, Fragment, OptimizerState, StateReader
+from shardlab.state.held import Held, fragments_of, read_held
 
 
 class FSDPBackend:
@@ -54,6 +59,7 @@ class FSDPBackend:
         """Materialise and shard one unit after another: no rank ever holds more than one unit whole."""
         job, module = self._job, self._job.module
         mesh = _mesh(job.plan, self._device)
+        self._replica = 0 if job.plan.replicas == 1 else mesh.get_local_rank("replicate")
         bf16 = job.plan.precision == "bf16"
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
         materializer = Materializer(module, weights, self._device)
@@ -141,6 +147,36 @@ class FSDPBackend:
             whole = sharded.full_tensor().cpu()
             yield name, whole.to(dtype) if whole.is_floating_point() else whole
 
+    def _held(self) -> Iterator[Held]:
+        """This rank's rows of every tensor, which its replicas hold too."""
+        for name, parameter in self._job.module.named_canonical():
+            local = _local(parameter)
+            if local.numel():
+                states = {FROZEN: local}
+                if parameter.requires_grad:
+                    kinds = moments(self.optimizer, parameter)
+                    states = {MASTER: local, **{kind: _local(state) for kind, state in kinds.items()}}
+                yield Held(name, tuple(parameter.shape), _rows(parameter, local), states)
+
+    def fragments(self) -> Iterator[Fragment]:
+        """See `Backend.fragments`."""
+        self._reshard()
+        held = list(self._held())
+        yield from fragments_of(held, self._replica, self._job.plan.replicas)
+        yield from buffer_fragments(self._job.module, self._job.topology)
+
+    def optimizer_state(self) -> OptimizerState:
+        """See `Backend.optimizer_state`."""
+        return read_state(self.optimizer, owners(self.optimizer))
+
+    def load(self, reader: StateReader) -> None:
+        """See `Backend.load`."""
+        self._reshard()
+        check_tensors(self._job.module, reader)
+        make_state(self.optimizer, owners(self.optimizer), reader)
+        read_held(self._held(), reader)
+        load_buffers(self._job.module, reader)
+
     def _reshard(self) -> None:
         """Units that stay gathered after a forward pass without a backward pass would be read stale."""
         for unit in self._units:
@@ -168,6 +204,15 @@ def _local(tensor: Tensor) -> Tensor:
     """This rank's shard."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
+
+
+def _rows(parameter: nn.Parameter, local: Tensor) -> Box:
+    """Where this rank's shard lies in the tensor: rows, as many on each rank but the last ones."""
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh  # its last axis is the one that shards
+    rows = -(-parameter.shape[0] // mesh.size(mesh.ndim - 1))
+    start = rows * mesh.get_local_rank(mesh.ndim - 1)
+    return Box((start, *(0 for _ in local.shape[1:])), tuple(local.shape))
 
 
 def _offload_policy(plan: Plan) -> OffloadPolicy:

@@ -32,7 +32,9 @@ class Materializer:
         if key not in self._made:
             value = self._weights.tensor(self._names[key]) if parameter.is_meta else parameter.detach()
             dtype = self._dtype if value.is_floating_point() else value.dtype
-            self._made[key] = nn.Parameter(value.to(self._device, dtype), requires_grad=parameter.requires_grad)
+            # FSDP2 refuses a tensor that is not contiguous, and ZeRO flattens each: so none is, on any backend.
+            value = value.to(self._device, dtype).contiguous()
+            self._made[key] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         return self._made[key]
 
 

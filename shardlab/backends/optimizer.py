@@ -16,14 +16,25 @@ from shardlab.recipe import SGD, AdamW
 def build_optimizer(settings: OptimizerSettings, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     """An optimizer whose groups carry `lr_scale` (a group's rate / the recipe's rate): see `set_learning_rate`.
 
+    And `names`, those of its tensors in the user's model.
+
     Raises UserError where a group's pattern matches no trainable tensor.
     """
     if not isinstance(settings, AdamW | SGD):
-        return settings(list(named))
+        return _with_names(settings, list(named))
     groups = _groups(settings, list(named))
     if isinstance(settings, AdamW):
         return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
     return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum)
+
+
+def _with_names(build: OptimizerFactory, named: list[tuple[str, nn.Parameter]]) -> Optimizer:
+    names = {id(parameter): name for name, parameter in named}
+    optimizer = build(named)
+    for group in optimizer.param_groups:
+        if "names" not in group:
+            group["names"] = [names[id(parameter)] for parameter in group["params"]]
+    return optimizer
 
 
 def _groups(settings: AdamW | SGD, named: list[tuple[str, nn.Parameter]]) -> list[dict[str, object]]:

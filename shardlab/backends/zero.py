@@ -14,11 +14,6 @@ from typing import Any
 import deepspeed
 import torch
 import torch._inductor.compile_fx  # DeepSpeed imports it in its first step: 41 MiB of libraries, not of the model
-from deepspeed.utils import (
-    safe_get_local_fp32_param,
-    safe_get_local_optimizer_state,
-    safe_set_local_fp32_param,
-)
 from torch import Tensor, nn
 
 from shardlab.backends.base import (
@@ -33,11 +28,16 @@ from shardlab.backends.base import (
     sum_losses,
 )
 from shardlab.backends.materialize import Materializer, move_buffers
+from shardlab.backends.module_state import buffer_fragments, check_tensors, load_buffers
 from shardlab.backends.optimizer import build_optimizer, set_learning_rate
+from shardlab.backends.optimizer_state import make_state, moments, read_state
 from shardlab.backends.zero_config import deepspeed_config
+from shardlab.backends.zero_state import ZeROState
 from shardlab.data.window import MicroBatch, Window
 from shardlab.model.deferred import Weights
 from shardlab.runtime.extensions import without_shm_comm
+from shardlab.state.fragment import Fragment, OptimizerState, StateReader
+from shardlab.state.held import fragments_of, read_held
 
 _LINEAR = torch.nn.functional.linear  # stage 3 replaces it for the whole process
 
@@ -61,6 +61,7 @@ class ZeROBackend:
                 model=job.module, optimizer=optimizer, config=config, dist_init_required=False
             )
         self.optimizer = self._engine.optimizer
+        self._state = ZeROState(self.optimizer, job.module, self._stage, job.topology.rank)
         # DeepSpeed casts the whole module to bf16: rotary frequencies would lose their digits.
         for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")
@@ -91,17 +92,9 @@ class ZeROBackend:
     @torch.no_grad()
     def _write_masters(self, weights: Weights) -> None:
         """Give the fp32 masters their initial values' own digits: DeepSpeed has made them from the bf16 weights."""
-        parameter: Any  # DeepSpeed hangs attributes of its own on each
-        for name, parameter in self._job.module.named_trainables():
-            if self._stage == 3:
-                part = parameter.ds_tensor.ds_numel
-                start = part * self._job.topology.rank
-                value = weights.tensor(name).flatten()[start : start + part]
-                safe_set_local_fp32_param(parameter, nn.functional.pad(value, (0, part - value.numel())))
-            elif parameter._hp_mapping is not None:
-                place = parameter._hp_mapping.lp_fragment_address
-                value = weights.tensor(name).flatten()[place.start : place.start + place.numel]
-                parameter._hp_mapping.get_hp_fragment().copy_(value)
+        for part in self._state.parts():
+            value = weights.tensor(part.name).flatten()
+            part.of(part.flat).copy_(value[part.start : part.start + part.numel])
 
     def run_window(self, window: Window, lr: float) -> Applied:
         """See `Backend.run_window`."""
@@ -125,24 +118,8 @@ class ZeROBackend:
             self._unchanged = self._find_unchanged(before)
         return Applied(float(loss) * window.tokens, window.tokens, norm, skipped)
 
-    def _local_masters(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """(name, this rank's part of the fp32 master, of the first moment if there is one) where it has a part."""
-        parameter: Any
-        for name, parameter in self._job.module.named_trainables():
-            if self._stage == 3:
-                try:
-                    moment = safe_get_local_optimizer_state(parameter, "exp_avg")
-                except KeyError:
-                    moment = None
-                yield name, safe_get_local_fp32_param(parameter), moment
-            elif parameter._hp_mapping is not None:
-                fragment = parameter._hp_mapping
-                has_moment = fragment.optim_fragment and "exp_avg" in fragment.optim_fragment
-                moment = fragment.get_optim_state_fragment("exp_avg") if has_moment else None
-                yield name, fragment.get_hp_fragment(), moment
-
     def _fingerprints(self) -> dict[str, int]:
-        return {name: fingerprint(master) for name, master, _ in self._local_masters()}
+        return {part.name: fingerprint(part.of(part.flat)) for part in self._state.parts()}
 
     def _find_unchanged(self, before: dict[str, int]) -> list[str]:
         """Trainable tensors that no rank changed, though the optimizer has seen a gradient of them.
@@ -151,15 +128,14 @@ class ZeROBackend:
         """
         names = [name for name, _ in self._job.module.named_trainables()]
         marks = torch.zeros(2, len(names), device=self._device)  # changed; saw a gradient
-        moments = False
-        for name, master, moment in self._local_masters():
-            index = names.index(name)
-            marks[0, index] = fingerprint(master) != before[name]
-            if moment is not None:
-                moments = True
-                marks[1, index] = bool(moment.any())
+        inner = self.optimizer.optimizer
+        for part in self._state.parts():
+            index = names.index(part.name)
+            marks[0, index] = fingerprint(part.of(part.flat)) != before[part.name]
+            for moment in moments(inner, part.flat).values():
+                marks[1, index] += bool(part.of(moment).any())
         all_reduce_sum(marks, self._job.topology)
-        if not moments:
+        if not any(moments(inner, owner.tensor) for owner in self._state.owners()):
             return [] if bool(marks[0].any()) else names
         return [name for name, changed, seen in zip(names, *marks.tolist(), strict=True) if seen and not changed]
 
@@ -180,6 +156,29 @@ class ZeROBackend:
             with self._gathered(parameter):
                 whole = parameter.detach().cpu().clone()
             yield name, whole
+
+    def fragments(self) -> Iterator[Fragment]:
+        """See `Backend.fragments`."""
+        topology, frozen = self._job.topology, list(self._state.frozen())
+        yield from fragments_of(list(self._state.trained()))
+        if self._stage == 3:
+            yield from fragments_of(frozen)
+        else:
+            yield from fragments_of(frozen, topology.rank, topology.world_size)
+        yield from buffer_fragments(self._job.module, topology)
+
+    def optimizer_state(self) -> OptimizerState:
+        """See `Backend.optimizer_state`."""
+        return read_state(self.optimizer.optimizer, self._state.owners())
+
+    def load(self, reader: StateReader) -> None:
+        """See `Backend.load`."""
+        check_tensors(self._job.module, reader)
+        make_state(self.optimizer.optimizer, self._state.owners(), reader)
+        read_held(self._state.trained(), reader)
+        read_held(self._state.frozen(), reader)
+        load_buffers(self._job.module, reader)
+        self._state.publish()
 
     def _gathered(self, parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]:
         if self._stage < 3:

@@ -51,6 +51,10 @@ class CheckpointReader:
         """The tensors, by canonical name, as saved."""
         return list(self._tensors)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `StateReader.shapes`."""
+        return {name: next(iter(kinds.values())).shape for name, kinds in self._tensors.items()}
+
     def kinds(self, name: str) -> set[str]:
         """See `StateReader.kinds`; a tied tensor is known by all its names."""
         return set(self._tensors.get(self._canonical(name), {}))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardlab.errors import UserError
 from shardlab.model.deferred import Weights
+from shardlab.model.trainable import Trainable
 from shardlab.recipe import LoraSection
 
 _BASE = ".base_layer"
@@ -70,10 +71,19 @@ def adapter_tensors(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str
             yield f"base_model.model.{name.replace('.default.', '.')}", tensor
 
 
-def merged_tensors(tensors: Iterator[tuple[str, Tensor]], section: LoraSection) -> Iterator[tuple[str, Tensor]]:
+def transposed_layers(module: Trainable) -> set[str]:
+    """The adapted layers that keep their weight as (in, out), as transformers' Conv1D (GPT-2) does."""
+    owners = [name for name, layer in module.named_modules() if getattr(layer, "fan_in_fan_out", False)]
+    return {module.canonical[f"{name}{_BASE}.weight"].removesuffix(f"{_BASE}.weight") for name in owners}
+
+
+def merged_tensors(
+    tensors: Iterator[tuple[str, Tensor]], section: LoraSection, transposed: set[str]
+) -> Iterator[tuple[str, Tensor]]:
     """The base model's tensors, each adapted weight W as W + alpha / rank x B A, by the base model's names.
 
-    At most one layer's three tensors are held at a time, if they come one after another.
+    `transposed` are the layers whose W is (in, out): where it is square, its shape does not tell. At most one
+    layer's three tensors are held at a time, if they come one after another.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
@@ -89,14 +99,13 @@ def merged_tensors(tensors: Iterator[tuple[str, Tensor]], section: LoraSection) 
         parts[part] = tensor
         if len(parts) == 3:
             del waiting[layer]
-            yield f"{layer}.weight", _merge(parts, section.alpha / section.rank)
+            yield f"{layer}.weight", _merge(parts, section.alpha / section.rank, layer in transposed)
 
 
-def _merge(parts: dict[str, Tensor], scale: float) -> Tensor:
+def _merge(parts: dict[str, Tensor], scale: float, transposed: bool) -> Tensor:
     weight = parts["W"]
     update = parts["B"].float() @ parts["A"].float()
-    # transformers' Conv1D (GPT-2) keeps its weight as (in, out).
-    update = update if update.shape == weight.shape else update.t()
+    update = update.t() if transposed else update
     return (weight.float() + scale * update).to(weight.dtype)
 
 

@@ -32,6 +32,8 @@ class Trainable(nn.Module):
     tied = False  # whether the head's weight is used in the body too
     random: StepRandom
     canonical: dict[str, str]  # this module's parameter names -> the names in the user's model; tied ones once
+    canonical_buffers: dict[str, str]  # the same of its buffers
+    aliases: dict[str, str]  # other names of tied tensors in the user's model -> the canonical one
     shapes: dict[str, torch.Size]  # by the user's names, before anything was sharded
     architecture: str  # class name of the user's model
 
@@ -54,6 +56,14 @@ class Trainable(nn.Module):
         for name, parameter in self.named_parameters():
             yield self.canonical[name], parameter
 
+    def named_persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(the user's name, buffer) for each buffer that belongs to the model's state: it can't be computed again."""
+        for path, module in self.named_modules():
+            for leaf, buffer in module._buffers.items():
+                name = self.canonical_buffers.get(f"{path}.{leaf}".lstrip("."))
+                if name is not None and buffer is not None and leaf not in module._non_persistent_buffers_set:
+                    yield name, buffer
+
     def check_tie(self) -> None:
         """Raises RuntimeError where wrapping has made two tensors of a tied head and embedding."""
         if self.tied and self.tail is not None:
@@ -61,9 +71,10 @@ class Trainable(nn.Module):
             if not any(parameter is head for name, parameter in self.named_parameters() if "tail." not in name):
                 raise RuntimeError("sharding has untied the head from the embedding: they would drift apart")
 
-    def _finish(self, model: nn.Module, seed: int, recompute: Recompute) -> None:
+    def _finish(self, model: nn.Module, aliases: dict[str, str], seed: int, recompute: Recompute) -> None:
         """The last step of every constructor."""
         self.architecture = type(model).__name__
+        self.aliases = aliases
         self.shapes = {name: parameter.shape for name, parameter in self.named_canonical()}
         self.random = StepRandom(seed)
         for index, block in enumerate(self.blocks, start=1):
@@ -101,7 +112,8 @@ class CausalLM(Trainable):
         """Takes `model` apart in place; afterwards it must be used through this wrapper only."""
         super().__init__()
         anatomy = dissect(model)
-        by_identity = {id(parameter): name for name, parameter in model.named_parameters()}
+        aliases = tied_names(model)
+        by_identity = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
         multiplier, softcap = output_transform(model.config)
         self.anatomy: Anatomy = anatomy
         self.config = model.config
@@ -116,7 +128,8 @@ class CausalLM(Trainable):
         self.blocks = list(self._block_list())
         self.tied = any(parameter is self.tail.head.weight for parameter in self.body.parameters())
         self.canonical = {name: by_identity[id(parameter)] for name, parameter in self.named_parameters()}
-        self._finish(model, seed, recompute)
+        self.canonical_buffers = {name: by_identity[id(buffer)] for name, buffer in self.named_buffers()}
+        self._finish(model, aliases, seed, recompute)
 
     @property
     def embedding(self) -> nn.Module | None:
@@ -151,6 +164,13 @@ class CausalLM(Trainable):
         return blocks
 
 
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that are known by another name already -> that name."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = ((name, first[id(parameter)]) for name, parameter in model.named_parameters(remove_duplicate=False))
+    return {name: canonical for name, canonical in names if name != canonical}
+
+
 def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in batch.items() if name != "targets"}
 
@@ -165,7 +185,8 @@ class Summed(Trainable):
         # Each direct child is a segment: without a list of equal blocks there is no better cut to be known.
         self.blocks = [child for child in model.children() if any(True for _ in child.parameters())]
         self.canonical = {name: name.removeprefix("model.") for name, _ in self.named_parameters()}
-        self._finish(model, seed, recompute)
+        self.canonical_buffers = {name: name.removeprefix("model.") for name, _ in self.named_buffers()}
+        self._finish(model, tied_names(model), seed, recompute)
 
     def forward(self, batch: Mapping[str, Tensor], denominator: float) -> Tensor:
         """See `Trainable`."""

@@ -8,6 +8,7 @@ from shardlab.recipe.reading import dump_recipe, load_recipe, recipe_schema
 from shardlab.recipe.sections import (
     SGD,
     AdamW,
+    CheckpointSection,
     ColumnNames,
     ConstantSchedule,
     CosineSchedule,
@@ -26,6 +27,7 @@ from shardlab.recipe.sections import (
 __all__ = [
     "SGD",
     "AdamW",
+    "CheckpointSection",
     "ColumnNames",
     "ConstantSchedule",
     "CosineSchedule",

@@ -297,10 +297,22 @@ class TrainSection(Section):
     """Largest global L2 norm of the gradient; null is off, on every backend."""
     seed: NonNegativeInt = 0
     """Weights, data order and dropout are functions of it."""
+    stop_after: PositiveInt | None = None
+    """End the run at that step with a checkpoint; the schedule is still that of `steps`, and --resume goes on."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a NaN or infinite loss or gradient does to the run; it never reaches the weights."""
     evaluate_every: PositiveInt | None = None
     """Steps between evaluations; null evaluates at the end only."""
+    trackers: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Strict(False)] = ()
+    """Experiment trackers that get the recipe and every row of the metrics; their files lie in the run's tracking/."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _tracker_twice(cls, trackers: tuple[str, ...]) -> tuple[str, ...]:
+        twice = [name for name in trackers if trackers.count(name) > 1]
+        if twice:
+            raise ValueError(f"{twice[0]} is named twice")
+        return trackers
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -362,6 +374,19 @@ def offload_complaint(backend: str, offload: OffloadSection) -> str | None:
     return None
 
 
+class CheckpointSection(Section):
+    """Training state on disk, to go on from on any backend at any number of ranks."""
+
+    every: PositiveInt | None = 100
+    """Steps between checkpoints; null saves only when the run is stopped."""
+    keep: PositiveInt = 2
+    """The newest so many are kept, and the best by evaluation besides."""
+    asynchronous: bool = True
+    """Write in the background, from a copy in host memory."""
+    on_failure: Literal["stop", "continue"] = "stop"
+    """A save that fails, on a full disk say, ends the run; or it goes on, and fails at its end."""
+
+
 class Recipe(Section):
     """What to do, whole. Every key may be left out."""
 
@@ -369,6 +394,7 @@ class Recipe(Section):
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     shard: ShardSection = ShardSection()
+    checkpoint: CheckpointSection = CheckpointSection()
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, where: str = "recipe") -> "Recipe":

@@ -17,7 +17,7 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -44,18 +44,35 @@ def launch(
     extensions: Sequence[str] = (),
     startup_timeout_seconds: float = 900.0,
     stop_grace_seconds: float = 30.0,
+    max_restarts: int = 0,
+    restart_command: Sequence[str] | None = None,
 ) -> int:
     """Run `command` as `nproc` ranks on this host and return the exit code: 0, or that of the first failed rank.
 
     A rank that was killed by signal n counts as 128 + n. After the first failure the rest ends within seconds and its
     account comes last on stderr. TERM, INT and HUP are passed on to the ranks, which then have `stop_grace_seconds` to
-    save and stop; a second one ends them at once. Whatever happens, also if this process is killed, no process of the
-    job is left.
+    save and stop; a second one ends them at once. USR1 is passed on too. Ranks that save and stop on a signal of their
+    own end the job with `ExitCode.STOPPED`. Whatever happens, also if this process is killed, no process of the job is
+    left.
+
+    After a failure that the user can't mend all ranks start again, with `restart_command` (or the same), up to
+    `max_restarts` times.
 
     DeepSpeed's `extensions` are built first, within `startup_timeout_seconds` (see `extensions.prebuild`).
     Raises UserError from that. To be called from the main thread; the command's program uses `child.run_rank`.
     """
     prebuild(extensions, timeout_seconds=startup_timeout_seconds)
+    code, failure = _launch_once(command, nproc, stop_grace_seconds)
+    for restart in range(1, max_restarts + 1):
+        if failure is None or code == ExitCode.USER:
+            break
+        print(f"restart {restart} of {max_restarts}: {nproc} ranks start again", file=sys.stderr, flush=True)
+        code, failure = _launch_once(restart_command or command, nproc, stop_grace_seconds)
+    return code
+
+
+def _launch_once(command: Sequence[str], nproc: int, stop_grace_seconds: float) -> tuple[int, Ended | None]:
+    """(the job's exit code, the failure that it comes from)."""
     with (
         tempfile.TemporaryDirectory(prefix="shardlab-") as directory,
         Guard(Path(directory)) as guard,
@@ -65,18 +82,19 @@ def launch(
         adopted_orphans(),
     ):
         agent = _JobAgent(command, nproc, Path(directory), guard, stop_grace_seconds)
+        signal.signal(signal.SIGUSR1, agent.pass_on)
         try:
             agent.run()
         except SignalException as received:
             if agent.failure is None:
-                return agent.stopped_code(received.sigval)
+                return agent.stopped_code(received.sigval), None
         finally:
             agent.close()
     if agent.failure is None:
-        return ExitCode.DONE
+        return agent.own_code(), None
     sys.stdout.flush()
     print(agent.message, file=sys.stderr, flush=True)
-    return agent.failure.exit_code
+    return agent.failure.exit_code, agent.failure
 
 
 class _JobAgent(LocalElasticAgent):
@@ -127,7 +145,9 @@ class _JobAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look for a first failure before torch does, and end the job; torch then finds all ranks gone."""
         ended = self._ended()
-        failed = [end for end in ended if end.code != ExitCode.DONE]
+        failed = [end for end in ended if end.code not in (ExitCode.DONE, ExitCode.STOPPED)]
+        if not failed and len(ended) < len(self._ranks) and any(end.code == ExitCode.STOPPED for end in ended):
+            return RunResult(state=WorkerState.HEALTHY)  # the others are about to stop as well
         if failed and self.failure is None:
             self.failure = first_failure(failed)
             self.message = self._describe(self.failure, ended)
@@ -141,6 +161,15 @@ class _JobAgent(LocalElasticAgent):
             _say_stopping(death_sig, self._stop_grace_seconds)
         end_sessions(ranks, first=death_sig, grace_seconds=self._stop_grace_seconds)
         super()._shutdown(death_sig, timeout=1)
+
+    def pass_on(self, number: int, _frame: object) -> None:
+        """A signal handler: tell the ranks, and nobody that they started."""
+        for process in self._ranks.values():
+            process.send_signal(number)
+
+    def own_code(self) -> int:
+        """The exit code of ranks that ended without a failure."""
+        return max((process.poll() or 0 for process in self._ranks.values()), default=ExitCode.DONE)
 
     def stopped_code(self, number: int) -> int:
         """The exit code after a signal to the launcher: the ranks' own if they agree on one, else 128 + n."""
@@ -202,7 +231,7 @@ def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
 @contextmanager
 def _own_signals() -> Iterator[None]:
     """Give back the signal handlers that torch's agent replaces."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield

@@ -49,6 +49,10 @@ class StateReader(Protocol):
 
     optimizer: OptimizerState
 
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor that there is, by name, with its whole shape."""
+        ...
+
     def kinds(self, name: str) -> set[str]:
         """The kinds that there are of the tensor `name`; empty where it is not known."""
         ...
@@ -56,7 +60,7 @@ class StateReader(Protocol):
     def read_into(self, name: str, kind: str, box: Box, destination: Tensor) -> None:
         """Copy the elements of `box` into `destination`, of the box's lengths as its shape (any strides, any device).
 
-        Values are converted to the destination's dtype. Reads only the bytes it needs. Raises UserError where the
-        checkpoint lacks an element of it, or a file is not what its manifest says.
+        Values are converted to the destination's dtype; no gradient is recorded. Reads only the bytes it needs. Raises
+        UserError where the checkpoint lacks an element of it, or a file is not what its manifest says.
         """
         ...

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from shardlab.backends.base import all_reduce_sum
 from shardlab.errors import UserError
-from shardlab.model.lora import adapted_layers, adapter_tensors, merged_tensors, write_adapter_config
+from shardlab.model.lora import (
+    adapted_layers,
+    adapter_tensors,
+    merged_tensors,
+    transposed_layers,
+    write_adapter_config,
+)
 from shardlab.model.trainable import Trainable
 from shardlab.recipe import ModelSection
 from shardlab.topology import Topology
@@ -73,7 +79,8 @@ def _write_model(
     if model.lora is None:
         _write_config(directory, module, _write_tensors(directory, tensors))
     elif model.lora.merge:
-        _write_config(directory, module, _write_tensors(directory, merged_tensors(tensors, model.lora)))
+        merged = merged_tensors(tensors, model.lora, transposed_layers(module))
+        _write_config(directory, module, _write_tensors(directory, merged))
     else:
         assert model.path is not None
         save_file(dict(adapter_tensors(tensors)), directory / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -5,9 +5,11 @@ It knows windows, schedules and policies, and nothing of DeepSpeed or FSDP.
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardlab.backends import Job, make_backend
-from shardlab.backends.base import OptimizerSettings, all_reduce_sum, fingerprint
+from shardlab.backends.base import Backend, OptimizerSettings, all_reduce_sum, fingerprint
 from shardlab.backends.optimizer import like
+from shardlab.checkpoint import join
 from shardlab.data import MicroBatch, Window, windows_from_batches
 from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights, Weights
@@ -27,31 +30,22 @@ from shardlab.recipe import ModelSection, Recipe, load_recipe
 from shardlab.runtime.environment import apply_in_process
 from shardlab.topology import Topology, check_collectives
 from shardlab.train.artifact import save_artifact
+from shardlab.train.callbacks import Callback, Evaluation, StepResult
+from shardlab.train.checkpointing import (
+    DIRECTORY,
+    Checkpoints,
+    check_resumption,
+    find_resumption,
+    own_loop_identity,
+    restore,
+)
 from shardlab.train.meter import MemoryMeter
 from shardlab.train.schedules import learning_rate
-from shardlab.train.start import check
+from shardlab.train.start import RUNS, check, free_name
+from shardlab.train.tracking import Trackers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one window did.
-
-    `loss` is the mean over the global batch's valid tokens, before the update; None where there were none.
-    """
-
-    loss: float | None
-    grad_norm: float | None
-    learning_rate: float
-    tokens: int
-    skipped: bool
-
-    @property
-    def finite(self) -> bool:
-        """Whether nothing in it was NaN or infinite."""
-        return all(math.isfinite(value) for value in (self.loss, self.grad_norm) if value is not None)
 
 
 class NonFiniteError(UserError):
@@ -65,11 +59,21 @@ class NonFiniteError(UserError):
 class Engine:
     """Trains one model by one recipe on the ranks of this job.
 
-    `applied` counts updates; `nonfinite_steps` the windows left out for a NaN or infinity. `meter` measures this
-    rank's memory, of which `base_bytes` were in use before there was a model.
+    `steps_done` counts windows, `applied` updates; `nonfinite_steps` the windows left out for a NaN or infinity.
+    `meter` measures this rank's memory, of which `base_bytes` were in use before there was a model. As a context
+    manager it closes itself, and tells its callbacks of an exception.
     """
 
-    def __init__(self, recipe: Recipe, topology: Topology, plan: Plan):
+    def __init__(
+        self,
+        recipe: Recipe,
+        topology: Topology,
+        plan: Plan,
+        *,
+        name: str = "recipe",
+        output: Path | None = None,
+        callbacks: Iterable[Callback] = (),
+    ):
         self.recipe = recipe
         self.topology = topology
         self.plan = plan
@@ -78,9 +82,21 @@ class Engine:
         self.meter = MemoryMeter(topology)
         self.base_bytes = 0
         self.module: Trainable
+        self.callbacks = list(callbacks)
+        self._name = name
+        self._output = output
+        self._backend: Backend | None = None
+        self._checkpoints: Checkpoints | None = None
+        self.steps_done = 0  # windows, applied or not
         self._tokenizer: Any = None
-        self._peak = recipe.train.optimizer.lr
+        self.peak_learning_rate = recipe.train.optimizer.lr
         self._source = recipe.model
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
 
     @classmethod
     def from_recipe(
@@ -90,13 +106,18 @@ class Engine:
         overrides: Sequence[str] = (),
         accelerator: Accelerator | None = None,
         world_size: int | None = None,
+        output: str | Path | None = None,
+        callbacks: Iterable[Callback] = (),
     ) -> Engine:
         """Join the job and resolve the recipe for it.
 
         `world_size` is the number of ranks expected, if the recipe does not say. `accelerator`: the user's own, made
-        before; its state is then what says rank, world size and device. Raises UserError for what the user can mend.
+        before; its state is then what says rank, world size and device. `output` is the run's directory, see
+        `output`. Raises UserError for what the user can mend.
         """
+        name = "recipe"
         if not isinstance(recipe, Recipe):
+            name = Path(recipe).stem
             recipe = load_recipe(recipe, overrides)
         apply_in_process()
         del accelerator  # Accelerate's state is shared by the process: that it exists is all that is needed of it
@@ -104,18 +125,45 @@ class Engine:
         topology = Topology.detect(expected, recipe.shard.timeout_seconds)
         plan = check(recipe, topology.world_size)
         check_collectives(topology)
-        return cls(recipe, topology, plan)
+        directory = Path(output) if output is not None else None
+        return cls(recipe, topology, plan, name=name, output=directory, callbacks=callbacks)
+
+    @property
+    def output(self) -> Path:
+        """The run's directory, of `save` and the trackers: where none was given, the first free runs/NAME, NAME-2, ...
+
+        The first rank looks for it, so where none was given every rank has to ask.
+        """
+        if self._output is None:
+            number = torch.tensor(float(free_name(self._name) if self.topology.is_main else 0))
+            chosen = int(all_reduce_sum(number.to(self.topology.device), self.topology))
+            self._output = RUNS / (self._name if chosen == 1 else f"{self._name}-{chosen}")
+        return self._output
 
     def setup(self, model: nn.Module, weights: Weights, optimizer: OptimizerSettings, tokenizer: Any = None) -> None:
         """Hand the model to the backend: from here on it is sharded."""
         self.module = make_trainable(model, seed=self.plan.seed, recompute=self.plan.recompute)
         self.module.train()
         self._tokenizer = tokenizer
-        self._backend = make_backend(self.plan)
+        backend = make_backend(self.plan)
         self.base_bytes = self.meter.current_bytes()  # the libraries, before the model
-        self._backend.prepare(Job(self.module, self.plan, optimizer, self.topology), weights)
+        backend.prepare(Job(self.module, self.plan, optimizer, self.topology), weights)
+        self._backend = backend
         self.module.check_tie()
         self._check_buffers()
+        if self.recipe.train.trackers:
+            directory = self.output
+            if self.topology.is_main:
+                self.callbacks.append(Trackers(self.recipe, directory))
+        for callback in self.callbacks:
+            callback.on_start(self)
+
+    @property
+    def backend(self) -> Backend:
+        """What carries the plan out. Raises RuntimeError before there is a model."""
+        if self._backend is None:
+            raise RuntimeError("the engine has no model yet: call prepare")
+        return self._backend
 
     def _check_buffers(self) -> None:
         """Rotary frequencies and the like are computed on every rank: one that differs would be wrong in silence."""
@@ -139,16 +187,19 @@ class Engine:
         as for transformers).
         """
         settings = like(optimizer, model)
-        self._peak = float(optimizer.defaults["lr"])
+        self.peak_learning_rate = float(optimizer.defaults["lr"])
         self._source = ModelSection()  # not the recipe's model
         self.setup(model, ModuleWeights(model), settings)
         optimizer.state.clear()
         optimizer.param_groups.clear()
-        return self.module, self._backend.optimizer, self._windows(loader)
+        return self.module, self.backend.optimizer, self._windows(loader)
 
     def _windows(self, loader: Iterable[Mapping[str, Tensor]]) -> Iterator[Window]:
-        return windows_from_batches(
-            loader,
+        """Of a run that goes on, those that are left: what was trained on is read and passed over."""
+        passed = self.steps_done * self.plan.accumulation
+        yield from windows_from_batches(
+            itertools.islice(loader, passed, None),
+            start_step=self.steps_done,
             accumulation=self.plan.accumulation,
             rank=self.topology.rank,
             world_size=self.topology.world_size,
@@ -165,37 +216,39 @@ class Engine:
 
     def run(self, window: Window) -> StepResult:
         """One optimizer step. Raises NonFiniteError by policy, RuntimeError where the first step changes nothing."""
-        lr = self.learning_rate()
-        if window.tokens == 0:
-            # Nothing to learn from: an update would still decay the weights. Every rank knows it without asking.
-            return StepResult(None, None, lr, 0, skipped=True)
-        try:
-            applied = self._backend.run_window(window, lr)
-        except RuntimeError as error:
-            # torch's own messages of a failed collective say neither which step nor which rank.
-            raise RuntimeError(f"step {window.step + 1}, rank {self.topology.rank}: {error}") from error
-        result = StepResult(applied.loss_sum / applied.tokens, applied.grad_norm, lr, applied.tokens, applied.skipped)
-        if not result.skipped:
-            self.applied += 1
-            if self.applied == 1:
+        started, lr = time.perf_counter(), self.learning_rate()
+        loss, norm, skipped = None, None, True
+        if window.tokens:  # without any, an update would still decay the weights; every rank knows it without asking
+            try:
+                applied = self.backend.run_window(window, lr)
+            except RuntimeError as error:
+                # torch's own messages of a failed collective say neither which step nor which rank.
+                raise RuntimeError(f"step {window.step + 1}, rank {self.topology.rank}: {error}") from error
+            loss, norm, skipped = applied.loss_sum / applied.tokens, applied.grad_norm, applied.skipped
+            self.applied += not skipped
+            self.nonfinite_steps += skipped
+            if self.applied == 1 and not skipped:
                 self._check_changed(lr)
-        else:
-            self.nonfinite_steps += 1
-            if self.recipe.train.on_nonfinite == "stop":
-                raise NonFiniteError(
-                    f"step {window.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; the weights are "
-                    "those before this step. Lower train.optimizer.lr, or go on without it: train.on_nonfinite=skip",
-                    result,
-                )
+        self.steps_done = window.step + 1
+        seconds = time.perf_counter() - started
+        result = StepResult(loss, norm, lr, window.tokens, skipped, self.steps_done, seconds, self.meter.peak_bytes())
+        for callback in self.callbacks:  # also of a step that stops the run: it belongs in the log
+            callback.on_step(self, result)
+        if window.tokens and skipped and self.recipe.train.on_nonfinite == "stop":
+            raise NonFiniteError(
+                f"step {window.step + 1}: loss {result.loss}, gradient norm {result.grad_norm}; the weights are "
+                "those before this step. Lower train.optimizer.lr, or go on without it: train.on_nonfinite=skip",
+                result,
+            )
         return result
 
     def learning_rate(self) -> float:
         """The rate of the next update."""
         train = self.recipe.train
-        return learning_rate(train.schedule, peak=self._peak, applied=self.applied, steps=train.steps)
+        return learning_rate(train.schedule, peak=self.peak_learning_rate, applied=self.applied, steps=train.steps)
 
     def _check_changed(self, lr: float) -> None:
-        unchanged = self._backend.unchanged_parameters()
+        unchanged = self.backend.unchanged_parameters()
         if unchanged:
             raise RuntimeError(
                 f"the first step, at learning rate {lr:g}, did not change {len(unchanged)} of the trainable tensors "
@@ -205,20 +258,58 @@ class Engine:
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """(mean loss per token, tokens) over all ranks' batches; every rank brings the same number of them."""
-        loss_sum, tokens = self._backend.evaluate(batches)
-        return (loss_sum / tokens if tokens else math.nan), tokens
+        loss_sum, tokens = self.backend.evaluate(batches)
+        found = Evaluation(self.steps_done, loss_sum / tokens if tokens else math.nan, tokens)
+        for callback in self.callbacks:
+            callback.on_evaluate(self, found)
+        return found.loss, found.tokens
 
-    def save(self, directory: str | Path, tokenizer: Any = None) -> None:
-        """Write a Hugging Face model directory (or an adapter directory), tensor by tensor. Every rank calls this."""
+    def save(self, directory: str | Path | None = None, tokenizer: Any = None) -> Path:
+        """Write a Hugging Face model directory (or an adapter directory), tensor by tensor. Every rank calls this.
+
+        Without `directory` that is `model` in `output`. Returns where it was written.
+        """
+        chosen = self.output / "model" if directory is None else Path(directory)
         save_artifact(
-            Path(directory),
+            chosen,
             self.module,
-            self._backend.tensors(),
+            self.backend.tensors(),
             tokenizer or self._tokenizer,
             self.topology,
             self._source,
         )
+        return chosen
 
-    def close(self) -> None:
-        """Release the backend."""
-        self._backend.close()
+    def save_state(self, root: str | Path | None = None) -> Path:
+        """Save a checkpoint to go on from, in `root` (without it `checkpoints` in `output`). Every rank calls this.
+
+        Returns its directory, `step-…`, whole and verified by its hashes when older ones are deleted.
+        """
+        chosen = self.output / DIRECTORY if root is None else Path(root)
+        if self._checkpoints is None or self._checkpoints.root != chosen:
+            ranks = join(self.topology, self.plan.timeout_seconds)
+            self._checkpoints = Checkpoints(self, chosen, ranks, own_loop_identity(self.recipe))
+        return self._checkpoints.save_now()
+
+    def load_state(self, resume: str | Path = "auto", *, reset_schedule: bool = False) -> int:
+        """Go on from a checkpoint, saved by any backend at any world size; the number of steps that were done.
+
+        After `prepare`, before the first step; every rank calls this. `resume` is a checkpoint, or what holds some, of
+        which the newest whole one is taken; "auto" is this run's own, and 0 where there is none. Raises UserError
+        where the state is of another model, optimizer or schedule (which `reset_schedule` allows).
+        """
+        ranks = join(self.topology, self.plan.timeout_seconds)
+        found = find_resumption(str(resume), self.output, ranks, print)
+        if found is not None:
+            check_resumption(found, self, own_loop_identity(self.recipe), reset_schedule=reset_schedule)
+            restore(self, found)
+        return self.steps_done
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Release the backend and end the callbacks, which are told of `error`. A second call does nothing."""
+        with ExitStack() as stack:  # one that fails does not keep the others from ending
+            if self._backend is not None:
+                stack.callback(self._backend.close)
+            for callback in reversed(self.callbacks):
+                stack.callback(callback.on_end, self, error)
+        self._backend, self.callbacks = None, []

@@ -4,92 +4,170 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardlab import __version__
-from shardlab.data import OwnData, PreparedData, evaluation_batches, prepare
-from shardlab.errors import UserError
+from shardlab.checkpoint import join
+from shardlab.data import OwnData, PreparedData, Window, evaluation_batches, prepare
+from shardlab.errors import ExitCode, UserError
 from shardlab.model.build import build_model
+from shardlab.model.deferred import Weights
 from shardlab.planner import describe
 from shardlab.recipe import Recipe, dump_recipe
+from shardlab.runtime.stopping import REQUEST
 from shardlab.topology import Topology
-from shardlab.train.engine import Engine, NonFiniteError, StepResult
+from shardlab.train.callbacks import Callback
+from shardlab.train.checkpointing import (
+    DIRECTORY,
+    Checkpoints,
+    check_resumption,
+    data_identity,
+    find_resumption,
+    restore,
+)
+from shardlab.train.engine import Engine
 from shardlab.train.metrics import MetricsFile, Progress, spelled
+from shardlab.train.start import is_taken, taken_message
 
 WARM_STEPS = 2  # the first steps make optimizer state and warm caches: left out of the throughput
 
 
 def train(
-    recipe: Recipe, output: Path, *, world_size: int | None = None, say: Callable[[str], None] = print
+    recipe: Recipe,
+    output: str | Path,
+    *,
+    world_size: int | None = None,
+    callbacks: Iterable[Callback] = (),
+    resume: str | None = None,
+    reset_schedule: bool = False,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any] | None:
     """Train by `recipe` on the ranks of this job; the first rank returns the summary, as in `output`/summary.json.
 
-    Every rank calls this; the first one tells people what it does through `say`. Raises UserError for what the user
-    can mend, before anything is written where possible.
+    Every rank calls this, with `callbacks` of its own; the first one tells people what it does through `say`. `resume`
+    is "auto", to go on in `output` from its newest whole checkpoint (from the start where there is none), or the
+    directory of a checkpoint or run to go on from; `reset_schedule` then takes the recipe's schedule, whatever the
+    checkpoint's was. Raises UserError for what the user can mend, before anything is written where possible, and
+    SystemExit with `ExitCode.STOPPED` after a signal on which the state was saved.
     """
-    engine = Engine.from_recipe(recipe, world_size=world_size)
-    main = engine.topology.is_main
+    with Engine.from_recipe(recipe, world_size=world_size, output=output, callbacks=callbacks) as engine:
+        return _train(engine, Path(output), resume, reset_schedule, say)
+
+
+def _train(
+    engine: Engine, output: Path, resume: str | None, reset_schedule: bool, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    recipe, main = engine.recipe, engine.topology.is_main
+    if not main:
+        say = _say_nothing
+    ranks = join(engine.topology, engine.plan.timeout_seconds)
     data = prepare(recipe.data)
+    identity = data_identity(data, recipe)
+    found = None
+    if resume is not None:
+        found = find_resumption(resume, output, ranks, say)
+        if found is not None:
+            check_resumption(found, engine, identity, reset_schedule=reset_schedule)
+    say(describe(engine.plan))
+    model, weights = build_from_recipe(engine, data)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    claim(output, engine.topology, resume=resume)
+    # Files come after all that may refuse the recipe: an empty directory is free for the next try.
+    engine.setup(model, weights, recipe.train.optimizer, data.tokenizer)
+    del model, weights
+    say("\n".join([f"{parameters / 1e6:.2f}M parameters; {data.size()} to train on", *data.report.lines()]))
+    if found is not None:
+        restore(engine, found)
+        plan = found.manifest.plan
+        say(f"resumed from {found.path}: step {engine.steps_done}, saved by {plan.get('backend', 'another program')}")
+    elif resume is not None:
+        say(f"{output} holds no checkpoint yet: started from the beginning")
+    start = engine.steps_done
     if main:
-        say(describe(engine.plan))
-    claim(output, engine.topology)
-    parameters = setup_from_recipe(engine, data)
-    if main:
-        say("\n".join([f"{parameters / 1e6:.2f}M parameters; {data.size()} to train on", *data.report.lines()]))
         (output / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
         _write_json(output / "plan.json", dataclasses.asdict(engine.plan))
-    run = _Run(engine, data, output)
-    run.loop()
-    engine.save(output / "model")
+        engine.callbacks += [
+            MetricsFile(output / "metrics.jsonl", start),
+            Progress(recipe.train.steps, resumed_from=start),
+        ]
+    parent = str(found.path) if found is not None else None
+    checkpoints = Checkpoints(engine, output / DIRECTORY, ranks, identity, parent=parent, say=say)
+    checkpoints.prepare()
+    run = _Run(engine, data, checkpoints)
+    stop = run.loop()
+    if stop is None:
+        engine.save()
+    checkpoints.finish()
     summary = run.summary() | {
         "parameters": parameters,
         "backend": engine.plan.backend,
         "world_size": engine.plan.world_size,
+        "resumed_from": {"path": str(found.path), "step": start} if found is not None else None,
+        "stopped": None if stop is None else stop.why,
         "base_memory_bytes": per_rank(engine.base_bytes, engine.topology),
         "peak_memory_bytes": per_rank(run.peak_bytes, engine.topology),
         "data": data.report.as_dict(),
-        "model": "model",
+        "model": "model" if stop is None else None,
         "shardlab": __version__,
     }
     summary = {key: spelled(value) for key, value in summary.items()}
     if main:
         _write_json(output / "summary.json", summary)
+    if stop is not None:
+        say(f"stopped after step {engine.steps_done} ({stop.why}); checkpoint: {stop.checkpoint}")
+        say(f"to go on: the same command with --output {output} --resume auto")
+        if stop.signalled:
+            raise SystemExit(ExitCode.STOPPED)
+    else:
         say(f"model: {output / 'model'}\nmetrics: {output / 'metrics.jsonl'}\nsummary: {output / 'summary.json'}")
-    engine.close()
     return summary if main else None
+
+
+def _say_nothing(text: str) -> None:
+    """What ranks but the first tell people."""
 
 
 def setup_from_recipe(engine: Engine, data: PreparedData | OwnData) -> int:
     """Build the recipe's model for the data's tokenizer and shard it. Returns its number of parameters."""
+    model, weights = build_from_recipe(engine, data)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine.setup(model, weights, engine.recipe.train.optimizer, data.tokenizer)
+    return parameters
+
+
+def build_from_recipe(engine: Engine, data: PreparedData | OwnData) -> tuple[nn.Module, Weights]:
+    """The recipe's model for the data's tokenizer, and its initial values; nothing is sharded yet."""
     recipe, tokenizer = engine.recipe, data.tokenizer
-    model, weights = build_model(
+    return build_model(
         recipe.model,
         vocabulary=len(tokenizer) if tokenizer is not None else 0,
         eos_token_id=tokenizer.eos_token_id if tokenizer is not None else None,
         sequence_length=recipe.data.sequence_length,
         seed=engine.plan.seed,
     )
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine.setup(model, weights, recipe.train.optimizer, tokenizer)
-    return parameters
 
 
-def claim(output: Path, topology: Topology) -> None:
-    """Make the run's directory. Raises UserError on every rank if it holds anything: a run is never overwritten."""
+def claim(output: Path, topology: Topology, *, resume: str | None = None) -> None:
+    """Make the run's directory. Raises UserError on every rank if it holds anything: a run is never overwritten.
+
+    A run that resumes goes on in its own directory, unless it is finished.
+    """
     taken = torch.zeros(1, device=topology.device)
     if topology.is_main:
-        taken[0] = output.exists() and (not output.is_dir() or any(output.iterdir()))
+        taken[0] = is_taken(output, resume)
         if not taken[0]:
             output.mkdir(parents=True, exist_ok=True)
     if topology.world_size > 1:
         dist.broadcast(taken, 0)
     if taken[0]:
-        raise UserError(f"{output} holds another run; choose another --output, or remove it")
+        raise UserError(taken_message(output, resume))
 
 
 def per_rank(value: int, topology: Topology) -> list[int]:
@@ -101,22 +179,31 @@ def per_rank(value: int, topology: Topology) -> list[int]:
     return [int(value) for value in values]
 
 
+@dataclass(frozen=True)
+class Stop:
+    """Why a run ended before its last step, and where its state lies."""
+
+    why: str
+    checkpoint: Path
+    signalled: bool
+
+
 class _Run:
     """The loop and what it keeps for the summary."""
 
-    def __init__(self, engine: Engine, data: PreparedData | OwnData, output: Path):
+    def __init__(self, engine: Engine, data: PreparedData | OwnData, checkpoints: Checkpoints):
         self._engine = engine
         self._data = data
+        self._checkpoints = checkpoints
+        self._first = engine.steps_done
         self.peak_bytes = 0  # over the steps, not over building the model before or writing it after
-        self._main = engine.topology.is_main
-        self._metrics = MetricsFile(output / "metrics.jsonl") if self._main else None
         self._rates: list[float] = []
-        self._losses: list[float | None] = []
+        self._loss: float | None = None
         self._evaluation: tuple[float, int] | None = None
         self._seconds = 0.0
 
-    def loop(self) -> None:
-        """All steps, with evaluations between them and at the end."""
+    def loop(self) -> Stop | None:
+        """All steps that are left, with evaluations and checkpoints between them; why it stopped early, if it did."""
         engine, train = self._engine, self._engine.recipe.train
         plan, topology = engine.plan, engine.topology
         loader = self._data.windows(
@@ -126,76 +213,64 @@ class _Run:
             world_size=topology.world_size,
             seed=plan.seed,
             steps=train.steps,
+            start_step=self._first,
         )
-        progress = Progress(train.steps) if self._main else None
         engine.meter.reset()
         started = time.perf_counter()
         try:
-            for done, window in enumerate(loader, start=1):
-                before = time.perf_counter()
-                try:
-                    result = engine.run(window)
-                except NonFiniteError as error:  # what stopped the run belongs in its log
-                    self._record(done, error.result, time.perf_counter() - before, progress)
-                    raise
-                self._record(done, result, time.perf_counter() - before, progress)
-                last = done == train.steps
-                if last or (train.evaluate_every is not None and done % train.evaluate_every == 0):
-                    self._evaluate(done, progress)
+            for window in loader:
+                self._step(window)
+                stop = self._stop(engine.steps_done)
+                if stop is not None:
+                    return stop
         finally:
             self._seconds = time.perf_counter() - started
             self.peak_bytes = engine.meter.peak_bytes()
-            if self._metrics is not None:
-                self._metrics.close()
+        return None
 
-    def _record(self, step: int, result: StepResult, seconds: float, progress: Progress | None) -> None:
-        rate = result.tokens / seconds
-        if step > WARM_STEPS or step == self._engine.recipe.train.steps:
-            self._rates.append(rate)
-        self._losses.append(result.loss)
-        if self._metrics is None or progress is None:
-            return
-        peak = self._engine.meter.peak_bytes()
-        self._metrics.write(
-            {
-                "step": step,
-                "loss": result.loss,
-                "grad_norm": result.grad_norm,
-                "lr": result.learning_rate,
-                "tokens": result.tokens,
-                "skipped": result.skipped,
-                "nonfinite_steps": self._engine.nonfinite_steps,
-                "seconds": seconds,
-                "tokens_per_second": rate,
-                "peak_memory_bytes": peak,
-            }
-        )
-        progress.step(step, result.loss, rate, peak)
+    def _step(self, window: Window) -> None:
+        train = self._engine.recipe.train
+        result = self._engine.run(window)
+        last = result.step == train.steps
+        if result.step - self._first > WARM_STEPS or last:
+            self._rates.append(result.tokens_per_second)
+        self._loss = result.loss
+        loss = None
+        if last or (train.evaluate_every is not None and result.step % train.evaluate_every == 0):
+            loss = self._evaluate()
+        self._checkpoints.after_step(loss)
 
-    def _evaluate(self, step: int, progress: Progress | None) -> None:
+    def _stop(self, step: int) -> Stop | None:
+        """Save and say why, where the recipe or a signal to any rank asks for it."""
+        train = self._engine.recipe.train
+        if self._checkpoints.stop_is_asked_for():
+            return Stop(f"on {REQUEST.name}", self._checkpoints.save_now(), signalled=True)
+        if step == train.stop_after and step < train.steps:
+            return Stop(f"train.stop_after {step}", self._checkpoints.save_now(), signalled=False)
+        return None
+
+    def _evaluate(self) -> float | None:
+        """The loss on the held-out rows, if there are any."""
         if self._data.evaluation is None:
-            return
+            return None
         plan, topology = self._engine.plan, self._engine.topology
         batches = evaluation_batches(
             self._data.evaluation, micro_batch=plan.micro_batch, rank=topology.rank, world_size=topology.world_size
         )
         self._evaluation = self._engine.evaluate(batches)
-        if self._metrics is not None and progress is not None:
-            loss, tokens = self._evaluation
-            self._metrics.write({"step": step, "evaluation_loss": loss, "evaluation_tokens": tokens})
-            progress.note(f"step {step}  evaluation loss {loss:.4f} over {tokens:,} tokens")
+        return self._evaluation[0]
 
     def summary(self) -> dict[str, Any]:
         """What the run came to."""
         loss, tokens = self._evaluation if self._evaluation is not None else (None, 0)
         return {
-            "steps": len(self._losses),
+            "steps": self._engine.steps_done,
             "applied": self._engine.applied,
             "nonfinite_steps": self._engine.nonfinite_steps,
-            "loss": self._losses[-1],
+            "loss": self._loss,
             "evaluation_loss": loss,
             "evaluation_tokens": tokens,
-            "tokens_per_second": statistics.median(self._rates),
+            "tokens_per_second": statistics.median(self._rates) if self._rates else None,
             "seconds": self._seconds,
         }
 

@@ -60,12 +60,21 @@ def odd_rows_masked(step: int) -> Batch:
     return batch
 
 
+def dozen(step: int) -> Batch:
+    """Twelve sequences, which 1, 2, 3 and 4 ranks can share, with unlike numbers of targets."""
+    batch = _text(step, 12)
+    for row in range(12):
+        batch["targets"][row, LENGTH - row :] = IGNORED
+    return batch
+
+
 DATA: dict[str, Callable[[int], Batch]] = {
     "mixed": mixed,
     "incomplete": incomplete,
     "lopsided": lopsided,
     "ragged": ragged,
     "odd rows masked": odd_rows_masked,
+    "dozen": dozen,
 }
 
 

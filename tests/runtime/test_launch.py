@@ -174,3 +174,38 @@ def test_ranks_can_save_on_a_signal(job: Callable[[str], Job]) -> None:
     saved.wait_for("handler-*", 4)
     saved.launcher.terminate()
     assert saved.finish() == 75
+
+
+def test_ranks_that_save_and_stop_are_no_failure(job: Callable[[str], Job]) -> None:
+    """One rank is signalled and all agree to stop; those that go first do not take the others with them."""
+    stopping = job("stop")
+    assert stopping.finish(START_SECONDS) == 75
+    assert stopping.errors == ""
+
+
+def test_a_warning_signal_reaches_the_ranks(job: Callable[[str], Job]) -> None:
+    """Schedulers warn with USR1 some time before the end; the launcher must not die of it."""
+    warned = job("usr1")
+    warned.wait_for("handler-*", 4)
+    warned.launcher.send_signal(signal.SIGUSR1)
+    assert warned.finish() == 75
+
+
+@pytest.mark.parametrize(("allowed", "code"), [(1, 1), (3, 0)])
+def test_ranks_start_again_after_a_failure(
+    job: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch, allowed: int, code: int
+) -> None:
+    """The third life works; from the second on they are told to resume."""
+    monkeypatch.setenv("RESTARTS", str(allowed))
+    lives = job("restart")
+    assert lives.finish(START_SECONDS) == code
+    assert lives.errors.count("ValueError: rank two has a bad day") == min(allowed + 1, 2)
+    assert f"restart 1 of {allowed}: 4 ranks start again" in lives.errors
+    assert [path.read_text() for path in sorted(lives.directory.glob("life-2-*"))][:2] == ["", "--resume"]
+
+
+def test_what_the_user_can_mend_is_not_tried_again(job: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESTARTS", "2")
+    mistaken = job("user")
+    assert mistaken.finish(START_SECONDS) == 2
+    assert "start again" not in mistaken.errors

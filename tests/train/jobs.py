@@ -12,12 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from shardlab import Engine
+from shardlab import Callback, Engine
 from shardlab.backends import zero_config
 from shardlab.data import MicroBatch, WindowLoader, prepare_data
 from shardlab.errors import UserError
 from shardlab.recipe import load_recipe
+from shardlab.train.artifact import save_artifact
+from shardlab.train.callbacks import Evaluation, StepResult
 from shardlab.train.run import setup_from_recipe, train
+from tests.distributed.jobs import state_elements
 from tests.train.loop import Outcome, through_engine
 
 Array = NDArray[np.float32]
@@ -118,3 +121,58 @@ def rates(recipe: Path, accumulation: int) -> list[float]:
         engine.step(window)
     engine.close()
     return found
+
+
+@dataclass
+class Adapted:
+    """A run with adapters on one rank. Whole tensors are kept on the first rank only, for they are the same on all."""
+
+    losses: list[float | None]
+    before: dict[str, Array]
+    after: dict[str, Array]
+    trainable: set[str]
+    state_elements: int  # of first moments on this rank
+
+
+def adapt(recipe: Path, overrides: Sequence[str], directory: Path) -> Adapted:
+    """All steps; then `directory`/adapters and, by the same weights, `directory`/merged."""
+    engine, loader = engine_of(recipe, *overrides)
+    before = {name: to_array(tensor) for name, tensor in engine.backend.tensors()}
+    losses = [engine.step(window) for window in loader]
+    after = {name: to_array(tensor) for name, tensor in engine.backend.tensors()}
+    engine.save(directory / "adapters")
+    section = engine.recipe.model
+    assert section.lora is not None
+    merging = section.model_copy(update={"lora": section.lora.model_copy(update={"merge": True})})
+    merged = directory / "merged"
+    save_artifact(merged, engine.module, engine.backend.tensors(), None, engine.topology, merging)
+    outcome = Adapted(
+        losses,
+        before if engine.topology.is_main else {},
+        after if engine.topology.is_main else {},
+        {name for name, _ in engine.module.named_trainables()},
+        state_elements(engine.backend.optimizer),
+    )
+    engine.close()
+    return outcome
+
+
+def diary(recipe: Path, output: Path) -> list[tuple[Any, ...]]:
+    """What a callback on this rank is told: kind, step and loss."""
+    told: list[tuple[Any, ...]] = []
+
+    class Diary(Callback):
+        def on_start(self, engine: Engine) -> None:
+            told.append(("start",))
+
+        def on_step(self, engine: Engine, result: StepResult) -> None:
+            told.append(("step", result.step, result.loss, result.grad_norm))
+
+        def on_evaluate(self, engine: Engine, evaluation: Evaluation) -> None:
+            told.append(("evaluate", evaluation.step, evaluation.loss, evaluation.tokens))
+
+        def on_end(self, engine: Engine, error: BaseException | None) -> None:
+            told.append(("end", error))
+
+    train(load_recipe(recipe), output, world_size=2, callbacks=[Diary()], say=lambda _: None)
+    return told

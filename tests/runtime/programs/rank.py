@@ -32,7 +32,7 @@ def main() -> int | None:
     if action == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     meet("pids", rank, f"{os.getpid()} {kid.pid}")
-    if rank == 2 or action in ("user", "done", "saved"):
+    if rank == 2 or action in ("user", "done", "saved", "stop", "restart", "usr1"):
         act(action)
     if not gloo:
         time.sleep(600)
@@ -64,6 +64,19 @@ def act(action: str) -> None:
         raise UserError("the recipe has no such key: mend it")
     if action == "done":
         sys.exit(0)
+    if action == "stop":  # one rank is signalled itself and tells the others, which stop a little later
+        time.sleep(0.3 * announced_rank()[0])
+        sys.exit(75)
+    if action == "restart":
+        lives = len(list(DIRECTORY.glob(f"life-{announced_rank()[0]}-*")))
+        (DIRECTORY / f"life-{announced_rank()[0]}-{lives}").write_text(" ".join(sys.argv[3:]))
+        if lives < 2 and announced_rank()[0] == 2:
+            raise ValueError("rank two has a bad day")
+        if lives == 2:
+            sys.exit(0)
+    if action == "usr1":
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+        (DIRECTORY / f"handler-{os.getpid()}").touch()
     if action == "saved":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
         (DIRECTORY / f"handler-{os.getpid()}").touch()
