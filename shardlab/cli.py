@@ -248,6 +248,92 @@ def inspect(
         raise UserError(found.refusal)
 
 
+checkpoint_app = typer.Typer(
+    help="Look at the checkpoints of a run, and verify them.", no_args_is_help=True, rich_markup_mode="markdown"
+)
+app.add_typer(checkpoint_app, name="checkpoint")
+
+Checkpoint = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint; or a run, whose newest one is meant.")]
+
+
+@checkpoint_app.command(name="list")
+def list_checkpoints(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")], as_json: Json = False
+) -> None:
+    """The checkpoints of a run: step, size, what saved them, evaluation loss.
+
+    Example: `shardlab checkpoint list runs/demo`
+    """
+    import dataclasses
+
+    from shardlab.checkpoint.inspect import rows
+
+    found = rows(run)
+    typer.echo(
+        json.dumps([dataclasses.asdict(row) for row in found]) if as_json else "\n".join(r.text() for r in found)
+    )
+
+
+@checkpoint_app.command(name="inspect")
+def inspect_checkpoint(directory: Checkpoint, as_json: Json = False) -> None:
+    """What a checkpoint holds: tensors with shapes and types, optimizer state, schedule, cursor, what wrote it.
+
+    Example: `shardlab checkpoint inspect runs/demo/checkpoints/step-00000100`
+    """
+    from shardlab.checkpoint.inspect import as_dict, chosen, describe
+
+    path = chosen(directory)
+    typer.echo(json.dumps(as_dict(path)) if as_json else "\n".join(describe(path)))
+
+
+@checkpoint_app.command(name="verify")
+def verify_checkpoints(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run, all of whose checkpoints are read, or one.")],
+    as_json: Json = False,
+) -> None:
+    """Read every byte and compare it with what was written.
+
+    Ends with code 2 if anything is damaged, and names it.
+
+    Example: `shardlab checkpoint verify runs/demo`
+    """
+    from shardlab.checkpoint.inspect import verify_all
+    from shardlab.errors import UserError
+
+    found = verify_all(directory)
+    if as_json:
+        typer.echo(json.dumps(found))
+    faults = [fault for row in found for fault in row["faults"]]
+    if faults:
+        damaged = sum(bool(row["faults"]) for row in found)
+        raise UserError(f"{damaged} of {len(found)} checkpoints damaged: {'; '.join(faults)}")
+    if not as_json:
+        typer.echo("\n".join(f"{row['path']}: whole" for row in found))
+
+
+@checkpoint_app.command(name="diff")
+def diff_checkpoints(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint, or a run.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another.")],
+    as_json: Json = False,
+) -> None:
+    """Which tensors of two checkpoints differ, and by how much; how they are sharded does not matter.
+
+    Ends with code 1 if anything differs, as `diff` does.
+
+    Example: `shardlab checkpoint diff runs/a runs/b`
+    """
+    from shardlab.checkpoint.diff import differences
+    from shardlab.checkpoint.inspect import chosen
+
+    found = list(differences(chosen(first), chosen(second)))
+    if as_json:
+        typer.echo(json.dumps([difference.as_dict() for difference in found]))
+    else:
+        typer.echo("\n".join(difference.text() for difference in found) or "the same, bit for bit")
+    raise typer.Exit(1 if found else 0)
+
+
 @app.command()
 def doctor(
     ds_config: Annotated[

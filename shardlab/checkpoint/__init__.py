@@ -6,7 +6,7 @@ from shardlab.checkpoint.load import CheckpointReader
 from shardlab.checkpoint.manifest import DamagedError, Manifest
 from shardlab.checkpoint.ranks import Alone, Ranks, join
 from shardlab.checkpoint.save import Contents, Saver
-from shardlab.checkpoint.verify import examine, read_manifest, verify
+from shardlab.checkpoint.verification import examine, read_manifest, verify
 
 __all__ = [
     "Alone",

@@ -15,7 +15,7 @@ from pathlib import Path
 from shardlab.checkpoint.manifest import DamagedError
 from shardlab.checkpoint.ranks import Agreement, Alone, Ranks
 from shardlab.checkpoint.storage import LocalStorage, Storage
-from shardlab.checkpoint.verify import examine, read_manifest
+from shardlab.checkpoint.verification import examine, read_manifest
 from shardlab.errors import UserError
 
 _STEP = re.compile(r"step-(\d{8,})")

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardlab.checkpoint.layout import DTYPES
 from shardlab.checkpoint.manifest import DamagedError, Manifest, TensorEntry
 from shardlab.checkpoint.storage import LocalStorage, Reader, Storage
-from shardlab.checkpoint.verify import open_file, read_manifest
+from shardlab.checkpoint.verification import open_file, read_manifest
 from shardlab.checkpoint.write import memory
 from shardlab.errors import UserError
 from shardlab.state.box import Box

@@ -35,8 +35,8 @@ from shardlab.checkpoint.manifest import (
     faults,
 )
 from shardlab.checkpoint.ranks import Agreement, Alone, Ranks
-from shardlab.checkpoint.storage import LocalStorage, Storage
-from shardlab.checkpoint.verify import examine
+from shardlab.checkpoint.storage import LocalStorage, Storage, spelled_bytes
+from shardlab.checkpoint.verification import examine
 from shardlab.checkpoint.write import Written, write_files
 from shardlab.errors import UserError
 from shardlab.state.fragment import Fragment, OptimizerState
@@ -233,10 +233,10 @@ class Saver:
         return total
 
     def _full(self, what: str, needed_bytes: int | None, free_bytes: int) -> str:
-        needs = f" needs {_spelled(needed_bytes)}," if needed_bytes is not None else ":"
+        needs = f" needs {spelled_bytes(needed_bytes)}," if needed_bytes is not None else ":"
         have = checkpoints(self.root, self.storage)
         rest = f"; the newest checkpoint is still {have[-1].path.name}" if have else ""
-        has = f"{self.root} has {_spelled(free_bytes)} free"
+        has = f"{self.root} has {spelled_bytes(free_bytes)} free"
         return f"disk full: {what}{needs} {has}: make room there, or set another --output{rest}"
 
     @contextmanager
@@ -314,7 +314,3 @@ def manifest_of(contents: Contents, written: list[Written]) -> Manifest:
         parent=contents.parent,
         evaluation=contents.evaluation,
     )
-
-
-def _spelled(size: int) -> str:
-    return f"{size / 1024**3:.2f} GiB" if size >= 1024**3 else f"{size / 1024**2:.1f} MiB"

@@ -200,3 +200,8 @@ class LocalStorage:
         """See `Storage.free_bytes`."""
         present = next(path for path in [directory, *directory.absolute().parents] if path.exists())
         return shutil.disk_usage(present).free
+
+
+def spelled_bytes(size: int) -> str:
+    """A size as people read it."""
+    return f"{size / 1024**3:.2f} GiB" if size >= 1024**3 else f"{size / 1024**2:.1f} MiB"

@@ -39,7 +39,7 @@ def main(root: Path) -> None:
     state = {(f"w{n}", MASTER): value for n, value in enumerate(values)}
     saved: list[Path] = []
     found = {"save": growth(lambda: saved.append(Saver(root / "run").save(Contents(step=1), whole_fragments(state))))}
-    del state
+    state.clear()
     values.clear()
     found["verify"] = growth(lambda: verify(saved[0]))
     with CheckpointReader(saved[0]) as reader:
