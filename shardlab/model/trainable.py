@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardlab.data.window import IGNORED
+from shardlab.errors import UserError
 from shardlab.model.head import HeadLoss
 from shardlab.model.randomness import StepRandom
 from shardlab.model.segments import Anatomy, Capture, capture, dissect, output_embeddings, output_transform
@@ -34,6 +36,7 @@ class Trainable(nn.Module):
     canonical: dict[str, str]  # this module's parameter names -> the names in the user's model; tied ones once
     shapes: dict[str, torch.Size]  # by the user's names, before anything was sharded
     architecture: str  # class name of the user's model
+    separates_documents = True  # whether documents in one row, by position_ids, do not see each other
 
     @property
     def embedding(self) -> nn.Module | None:
@@ -104,6 +107,7 @@ class CausalLM(Trainable):
         by_identity = {id(parameter): name for name, parameter in model.named_parameters()}
         multiplier, softcap = output_transform(model.config)
         self.anatomy: Anatomy = anatomy
+        self.separates_documents = anatomy.separates_documents
         self.config = model.config
         self.body = getattr(model, anatomy.body)
         norms = [model.get_submodule(name) for name in anatomy.tail]
@@ -172,6 +176,24 @@ class Summed(Trainable):
         self.random.enter(0)
         total, _count = self.model(batch)
         return total / denominator
+
+
+def refuse_packing(module: Trainable) -> None:
+    """Raises UserError where documents in one row would see each other: transformers itself says nothing of it."""
+    if not module.separates_documents:
+        raise UserError(
+            f"{module.architecture} does not keep documents in one row apart (its attention mask ignores "
+            "position_ids): give each a row of its own, data.packing=false"
+        )
+
+
+def holds_packed_documents(batch: Mapping[str, Tensor]) -> bool:
+    """Whether positions start anew within a row, and a token after that counts: padding at the end does no harm."""
+    positions = batch.get("position_ids")
+    if positions is None:
+        return False
+    anew = (positions[:, 1:] != positions[:, :-1] + 1).cumsum(dim=1) > 0
+    return bool((anew & (batch["targets"][:, 1:] != IGNORED)).any())
 
 
 def make_trainable(model: nn.Module, *, seed: int = 0, recompute: Recompute = "none") -> Trainable:

@@ -22,7 +22,7 @@ from shardlab.backends.optimizer import like
 from shardlab.data import MicroBatch, Window, windows_from_batches
 from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights, Weights
-from shardlab.model.trainable import Trainable, make_trainable
+from shardlab.model.trainable import Trainable, holds_packed_documents, make_trainable, refuse_packing
 from shardlab.plan import Plan
 from shardlab.recipe import ModelSection, Recipe, load_recipe
 from shardlab.runtime.environment import apply_in_process
@@ -129,9 +129,22 @@ class Engine:
             self._output = RUNS / (self._name if chosen == 1 else f"{self._name}-{chosen}")
         return self._output
 
-    def setup(self, model: nn.Module, weights: Weights, optimizer: OptimizerSettings, tokenizer: Any = None) -> None:
-        """Hand the model to the backend: from here on it is sharded."""
+    def setup(
+        self,
+        model: nn.Module,
+        weights: Weights,
+        optimizer: OptimizerSettings,
+        tokenizer: Any = None,
+        *,
+        packed: bool = False,
+    ) -> None:
+        """Hand the model to the backend: from here on it is sharded.
+
+        Raises UserError where it would get `packed` documents and can't keep them apart.
+        """
         self.module = make_trainable(model, seed=self.plan.seed, recompute=self.plan.recompute)
+        if packed:
+            refuse_packing(self.module)
         self.module.train()
         self._tokenizer = tokenizer
         backend = make_backend(self.plan)
@@ -205,6 +218,7 @@ class Engine:
         started, lr = time.perf_counter(), self.learning_rate()
         loss, norm, skipped = None, None, True
         if window.tokens:  # without any, an update would still decay the weights; every rank knows it without asking
+            self._check_documents(window.micro_batches)
             try:
                 applied = self.backend.run_window(window, lr)
             except RuntimeError as error:
@@ -244,11 +258,21 @@ class Engine:
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """(mean loss per token, tokens) over all ranks' batches; every rank brings the same number of them."""
-        loss_sum, tokens = self.backend.evaluate(batches)
+        loss_sum, tokens = self.backend.evaluate(self._checked(batches))
         found = Evaluation(self._steps, loss_sum / tokens if tokens else math.nan, tokens)
         for callback in self.callbacks:
             callback.on_evaluate(self, found)
         return found.loss, found.tokens
+
+    def _checked(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        for batch in batches:
+            self._check_documents([batch])
+            yield batch
+
+    def _check_documents(self, batches: Iterable[MicroBatch]) -> None:
+        """Rows of a user's own may hold several documents, or text behind padding, whatever the recipe says."""
+        if not self.module.separates_documents and any(holds_packed_documents(batch.tensors) for batch in batches):
+            refuse_packing(self.module)
 
     def save(self, directory: str | Path | None = None, tokenizer: Any = None) -> Path:
         """Write a Hugging Face model directory (or an adapter directory), tensor by tensor. Every rank calls this.
