@@ -35,7 +35,9 @@ class Trainable(nn.Module):
     random: StepRandom
     canonical: dict[str, str]  # this module's parameter names -> the names in the user's model; tied ones once
     shapes: dict[str, torch.Size]  # by the user's names, before anything was sharded
+    kept_buffers: dict[str, str]  # this module's names of buffers that are saved with the model -> the user's
     architecture: str  # class name of the user's model
+    generation_config: Any = None  # a Hugging Face model's own
     separates_documents = True  # whether documents in one row, by position_ids, do not see each other
 
     @property
@@ -56,6 +58,12 @@ class Trainable(nn.Module):
         """(the user's name, parameter) for each parameter, tied ones once."""
         for name, parameter in self.named_parameters():
             yield self.canonical[name], parameter
+
+    def named_kept_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(the user's name, buffer) for each buffer that belongs into a file, such as a batch norm's statistics."""
+        for name, buffer in self.named_buffers():
+            if name in self.kept_buffers:
+                yield self.kept_buffers[name], buffer
 
     def check_tie(self) -> None:
         """Raises RuntimeError where wrapping has made two tensors of a tied head and embedding."""
@@ -105,10 +113,12 @@ class CausalLM(Trainable):
         super().__init__()
         anatomy = dissect(model)
         by_identity = {id(parameter): name for name, parameter in model.named_parameters()}
+        kept = {id(buffer): name for name, buffer in persistent_buffers(model)}
         multiplier, softcap = output_transform(model.config)
         self.anatomy: Anatomy = anatomy
         self.separates_documents = anatomy.separates_documents
         self.config = model.config
+        self.generation_config = getattr(model, "generation_config", None)
         self.body = getattr(model, anatomy.body)
         norms = [model.get_submodule(name) for name in anatomy.tail]
         for name in anatomy.tail:
@@ -120,6 +130,7 @@ class CausalLM(Trainable):
         self.blocks = list(self._block_list())
         self.tied = any(parameter is self.tail.head.weight for parameter in self.body.parameters())
         self.canonical = {name: by_identity[id(parameter)] for name, parameter in self.named_parameters()}
+        self.kept_buffers = {name: kept[id(buffer)] for name, buffer in self.named_buffers() if id(buffer) in kept}
         self._finish(model, seed, recompute)
 
     @property
@@ -169,6 +180,7 @@ class Summed(Trainable):
         # Each direct child is a segment: without a list of equal blocks there is no better cut to be known.
         self.blocks = [child for child in model.children() if any(True for _ in child.parameters())]
         self.canonical = {name: name.removeprefix("model.") for name, _ in self.named_parameters()}
+        self.kept_buffers = {f"model.{name}": name for name, _ in persistent_buffers(model)}
         self._finish(model, seed, recompute)
 
     def forward(self, batch: Mapping[str, Tensor], denominator: float) -> Tensor:
@@ -176,6 +188,14 @@ class Summed(Trainable):
         self.random.enter(0)
         total, _count = self.model(batch)
         return total / denominator
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, buffer) for each that is in the model's state_dict."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def refuse_packing(module: Trainable) -> None:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,12 +195,12 @@ class Engine:
         self.setup(model, ModuleWeights(model), settings)
         optimizer.state.clear()
         optimizer.param_groups.clear()
-        return self.module, self.backend.optimizer, self._windows(loader)
+        return self.module, self.backend.optimizer, self._windows(loader, self.plan.accumulation)
 
-    def _windows(self, loader: Iterable[Mapping[str, Tensor]]) -> Iterator[Window]:
+    def _windows(self, loader: Iterable[Mapping[str, Tensor]], accumulation: int) -> Iterator[Window]:
         return windows_from_batches(
             loader,
-            accumulation=self.plan.accumulation,
+            accumulation=accumulation,
             rank=self.topology.rank,
             world_size=self.topology.world_size,
             all_reduce=self._sum_integers if self.topology.world_size > 1 else None,
@@ -256,16 +257,25 @@ class Engine:
                 "rate is below what fp32 can add"
             )
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """(mean loss per token, tokens) over all ranks' batches; every rank brings the same number of them."""
-        loss_sum, tokens = self.backend.evaluate(self._checked(batches))
+    def evaluate(self, batches: Iterable[MicroBatch] | Iterable[Mapping[str, Tensor]]) -> tuple[float, int]:
+        """(mean loss per token, tokens) over all ranks' batches, without dropout.
+
+        Either micro-batches, of which every rank brings the same number, or a user's own batches, as `prepare` takes
+        them, of which each rank has as many as it likes.
+        """
+        loss_sum, tokens = self.backend.evaluate(self._micro_batches(batches))
         found = Evaluation(self._steps, loss_sum / tokens if tokens else math.nan, tokens)
         for callback in self.callbacks:
             callback.on_evaluate(self, found)
         return found.loss, found.tokens
 
-    def _checked(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        for batch in batches:
+    def _micro_batches(self, batches: Iterable[MicroBatch] | Iterable[Mapping[str, Tensor]]) -> Iterator[MicroBatch]:
+        source: Iterator[Any] = iter(batches)
+        first = next(source, None)
+        source = chain([] if first is None else [first], source)
+        if not isinstance(first, MicroBatch):
+            source = chain.from_iterable(window.micro_batches for window in self._windows(source, accumulation=1))
+        for batch in source:
             self._check_documents([batch])
             yield batch
 
