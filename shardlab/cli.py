@@ -165,6 +165,7 @@ def evaluate(
         list[str] | None, typer.Option(help="Held-out text files or globs. [default: the standard library's split]")
     ] = None,
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 256,
+    packing: Annotated[bool, typer.Option(help="Several documents in a row, or one, cut at its end.")] = True,
     as_json: Json = False,
 ) -> None:
     """Loss and perplexity of a model on held-out text.
@@ -176,7 +177,11 @@ def evaluate(
 
     given = tuple(files or ())
     data = DataSection(
-        files=given, evaluation_files=given, tokenizer=str(directory.absolute()), sequence_length=sequence_length
+        files=given,
+        evaluation_files=given,
+        tokenizer=str(directory.absolute()),
+        sequence_length=sequence_length,
+        packing=packing,
     )
     result = evaluate_directory(directory, data)
     text = "loss {loss:.4f}  perplexity {perplexity:.2f}  over {tokens:,} tokens".format(**result)

@@ -14,7 +14,7 @@ from shardlab.topology import Topology
 def check_tensors(module: Trainable, reader: StateReader) -> None:
     """Raises UserError that names a tensor which only the model or only the checkpoint has, or of another shape."""
     shapes = {name: tuple(shape) for name, shape in module.shapes.items()}
-    shapes |= {name: tuple(buffer.shape) for name, buffer in module.named_persistent_buffers()}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in module.named_kept_buffers()}
     mine = {name: shape for name, shape in shapes.items() if math.prod(shape)}  # nothing else is ever a fragment
     theirs = reader.shapes()
     for what, names in (
@@ -43,7 +43,7 @@ def load_buffers(module: Trainable, reader: StateReader) -> None:
 
 
 def _buffers(module: Trainable) -> Iterator[Held]:
-    for name, buffer in module.named_persistent_buffers():
+    for name, buffer in module.named_kept_buffers():
         shape = tuple(buffer.shape)
         box = whole(shape)
         if box is not None:

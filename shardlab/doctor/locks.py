@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardlab.doctor.check import Check
-from shardlab.runtime.extensions import _is_open, extensions_dir
+from shardlab.runtime.extensions import extensions_dir, is_open
 
 _DEPTH = 3  # cache / version / extension / lock
 
@@ -51,7 +51,7 @@ def _judge(lock: Path) -> Check:
         age = time.time() - lock.stat().st_mtime
     except FileNotFoundError:
         return Check("extension locks", "ok", f"{lock} has just gone: a build ended")
-    if _is_open(lock):
+    if is_open(lock):
         return Check("extension locks", "ok", f"{lock}: a process is building there, for {age:.0f} s")
     return Check(
         "extension locks",

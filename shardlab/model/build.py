@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+)
 
 from shardlab.errors import UserError
-from shardlab.model.checkpoint import directory_weights
+from shardlab.model.checkpoint import directory_weights, load_buffers
 from shardlab.model.deferred import Weights, build_deferred
 from shardlab.model.lora import AdaptedWeights, inject
 from shardlab.model.presets import COMMON, PRESETS
@@ -46,8 +53,17 @@ def build_model(
             lora = section.lora
             model, adapters = build_deferred(lambda: inject(_from_config(config), lora), seed)
             weights = AdaptedWeights(weights, adapters)
+        if section.path is not None:
+            _load_the_rest(Path(section.path), model)
     freeze(model, section.freeze)
     return model, weights
+
+
+def _load_the_rest(directory: Path, model: Any) -> None:
+    """What a directory has beside weights: buffers, and how to generate."""
+    load_buffers(directory, model)
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
 
 
 def freeze(model: nn.Module, patterns: tuple[str, ...]) -> None:

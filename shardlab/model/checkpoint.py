@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights, Weights
+from shardlab.model.trainable import persistent_buffers
 
 
 class DirectoryWeights:
@@ -68,6 +69,24 @@ def directory_weights(directory: Path, model: nn.Module, fresh: Weights) -> Weig
         _check_tie(directory, files, found)
         stored_names[name] = found[0]
     return EnlargedWeights(DirectoryWeights(files, stored_names), shapes, fresh)
+
+
+def load_buffers(directory: Path, model: nn.Module) -> None:
+    """Give `model`'s persistent buffers the values in `directory`; where it has none they stay as constructed."""
+    files = _files(directory)
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    for name, buffer in persistent_buffers(model):
+        stored = name.replace(".base_layer", "")
+        spelling = next((one for one in (stored, stored.removeprefix(prefix), prefix + stored) if one in files), None)
+        if spelling is None:
+            continue
+        value = _read(files[spelling], spelling)
+        if value.shape != buffer.shape:
+            raise UserError(
+                f"model.path: {directory}: {spelling} is {tuple(value.shape)} in the file, but {tuple(buffer.shape)} "
+                "by config.json"
+            )
+        buffer.copy_(value)
 
 
 def _files(directory: Path) -> dict[str, Path]:

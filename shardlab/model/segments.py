@@ -7,13 +7,15 @@ records the arguments that the model's own forward gives to each block.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import masking_utils
 
 from shardlab.errors import UserError
 
@@ -33,6 +35,7 @@ class Anatomy:
     tuple_output: (
         int | None
     )  # a block returns a tuple of this length whose first item is the hidden state; None: a tensor
+    separates_documents: bool  # whether the attention mask follows position_ids: else packed documents see each other
 
 
 def dissect(model: nn.Module) -> Anatomy:
@@ -63,12 +66,34 @@ def dissect(model: nn.Module) -> Anatomy:
                 module.register_forward_pre_hook(lambda module, _: after.append(names[module]) if outputs else None)
             )
     # Fake tensors: the masking code of transformers then leaves out its checks of values, which a meta tensor has not.
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        body(input_ids=torch.zeros(1, 4, dtype=torch.long, device="meta"), use_cache=False)
+    tokens = torch.zeros(1, 4, dtype=torch.long, device="meta")
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), _positions_looked_at() as looked_at:
+        body(input_ids=tokens, position_ids=tokens, use_cache=False)
     for hook in hooks:
         hook.remove()
     output = outputs[0]
-    return Anatomy(body_name, blocks_name, tuple(after), len(output) if isinstance(output, tuple) else None)
+    tuple_output = len(output) if isinstance(output, tuple) else None
+    return Anatomy(body_name, blocks_name, tuple(after), tuple_output, bool(looked_at))
+
+
+@contextmanager
+def _positions_looked_at() -> Iterator[list[Any]]:
+    """What transformers' masking code is given as `position_ids` inside; nothing where a model keeps them from it.
+
+    Only there are packed documents told apart, and no error says that a family leaves it out.
+    """
+    looked_at: list[Any] = []
+    find = masking_utils.find_packed_sequence_indices
+
+    def note(position_ids: Any) -> Any:
+        looked_at.append(position_ids)
+        return find(position_ids)
+
+    masking_utils.find_packed_sequence_indices = note
+    try:
+        yield looked_at
+    finally:
+        masking_utils.find_packed_sequence_indices = find
 
 
 def output_embeddings(model: nn.Module) -> nn.Module | None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardlab.data.window import IGNORED
+from shardlab.errors import UserError
 from shardlab.model.head import HeadLoss
 from shardlab.model.randomness import StepRandom
 from shardlab.model.segments import Anatomy, Capture, capture, dissect, output_embeddings, output_transform
@@ -32,10 +34,12 @@ class Trainable(nn.Module):
     tied = False  # whether the head's weight is used in the body too
     random: StepRandom
     canonical: dict[str, str]  # this module's parameter names -> the names in the user's model; tied ones once
-    canonical_buffers: dict[str, str]  # the same of its buffers
     aliases: dict[str, str]  # other names of tied tensors in the user's model -> the canonical one
     shapes: dict[str, torch.Size]  # by the user's names, before anything was sharded
+    kept_buffers: dict[str, str]  # this module's names of buffers that are saved with the model -> the user's
     architecture: str  # class name of the user's model
+    generation_config: Any = None  # a Hugging Face model's own
+    separates_documents = True  # whether documents in one row, by position_ids, do not see each other
 
     @property
     def embedding(self) -> nn.Module | None:
@@ -56,13 +60,11 @@ class Trainable(nn.Module):
         for name, parameter in self.named_parameters():
             yield self.canonical[name], parameter
 
-    def named_persistent_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(the user's name, buffer) for each buffer that belongs to the model's state: it can't be computed again."""
-        for path, module in self.named_modules():
-            for leaf, buffer in module._buffers.items():
-                name = self.canonical_buffers.get(f"{path}.{leaf}".lstrip("."))
-                if name is not None and buffer is not None and leaf not in module._non_persistent_buffers_set:
-                    yield name, buffer
+    def named_kept_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(the user's name, buffer) for each buffer that belongs into a file, such as a batch norm's statistics."""
+        for name, buffer in self.named_buffers():
+            if name in self.kept_buffers:
+                yield self.kept_buffers[name], buffer
 
     def check_tie(self) -> None:
         """Raises RuntimeError where wrapping has made two tensors of a tied head and embedding."""
@@ -113,10 +115,13 @@ class CausalLM(Trainable):
         super().__init__()
         anatomy = dissect(model)
         aliases = tied_names(model)
-        by_identity = {id(tensor): name for name, tensor in (*model.named_buffers(), *model.named_parameters())}
+        by_identity = {id(parameter): name for name, parameter in model.named_parameters()}
+        kept = {id(buffer): name for name, buffer in persistent_buffers(model)}
         multiplier, softcap = output_transform(model.config)
         self.anatomy: Anatomy = anatomy
+        self.separates_documents = anatomy.separates_documents
         self.config = model.config
+        self.generation_config = getattr(model, "generation_config", None)
         self.body = getattr(model, anatomy.body)
         norms = [model.get_submodule(name) for name in anatomy.tail]
         for name in anatomy.tail:
@@ -128,7 +133,7 @@ class CausalLM(Trainable):
         self.blocks = list(self._block_list())
         self.tied = any(parameter is self.tail.head.weight for parameter in self.body.parameters())
         self.canonical = {name: by_identity[id(parameter)] for name, parameter in self.named_parameters()}
-        self.canonical_buffers = {name: by_identity[id(buffer)] for name, buffer in self.named_buffers()}
+        self.kept_buffers = {name: kept[id(buffer)] for name, buffer in self.named_buffers() if id(buffer) in kept}
         self._finish(model, aliases, seed, recompute)
 
     @property
@@ -185,7 +190,7 @@ class Summed(Trainable):
         # Each direct child is a segment: without a list of equal blocks there is no better cut to be known.
         self.blocks = [child for child in model.children() if any(True for _ in child.parameters())]
         self.canonical = {name: name.removeprefix("model.") for name, _ in self.named_parameters()}
-        self.canonical_buffers = {name: name.removeprefix("model.") for name, _ in self.named_buffers()}
+        self.kept_buffers = {f"model.{name}": name for name, _ in persistent_buffers(model)}
         self._finish(model, tied_names(model), seed, recompute)
 
     def forward(self, batch: Mapping[str, Tensor], denominator: float) -> Tensor:
@@ -193,6 +198,32 @@ class Summed(Trainable):
         self.random.enter(0)
         total, _count = self.model(batch)
         return total / denominator
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, buffer) for each that is in the model's state_dict."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def refuse_packing(module: Trainable) -> None:
+    """Raises UserError where documents in one row would see each other: transformers itself says nothing of it."""
+    if not module.separates_documents:
+        raise UserError(
+            f"{module.architecture} does not keep documents in one row apart (its attention mask ignores "
+            "position_ids): give each a row of its own, data.packing=false"
+        )
+
+
+def holds_packed_documents(batch: Mapping[str, Tensor]) -> bool:
+    """Whether positions start anew within a row, and a token after that counts: padding at the end does no harm."""
+    positions = batch.get("position_ids")
+    if positions is None:
+        return False
+    anew = (positions[:, 1:] != positions[:, :-1] + 1).cumsum(dim=1) > 0
+    return bool((anew & (batch["targets"][:, 1:] != IGNORED)).any())
 
 
 def make_trainable(model: nn.Module, *, seed: int = 0, recompute: Recompute = "none") -> Trainable:

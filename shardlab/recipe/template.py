@@ -35,6 +35,7 @@ train:
   precision: bf16             # or fp32; masters, moments and accumulated gradients are fp32 in both
   clip_grad_norm: 1.0         # null = off
   seed: 0
+  stop_after: null            # end at that step with a checkpoint; --resume goes on
   on_nonfinite: stop          # or skip
   evaluate_every: null        # steps; null = at the end only
 shard:
@@ -46,6 +47,11 @@ shard:
   offload: {parameters: none, optimizer: none}   # or cpu
   recompute: none             # or full
   timeout_seconds: 600        # how long a rank may keep the others waiting
+checkpoint:
+  every: 100                  # steps; null = only when the run is stopped
+  keep: 2                     # newest; the best by evaluation is kept besides
+  asynchronous: true          # write in the background
+  on_failure: stop            # of a save (disk full, say); or continue, and fail at the end
 """
 
 

@@ -171,7 +171,7 @@ def _clear_lock(lock: Path, *, ours: bool, deadline: float) -> None:
     started = time.monotonic()
     announced = False
     while lock.exists():
-        alive = _is_open(lock)
+        alive = is_open(lock)
         if ours and not alive:
             _say(f"removing {lock}: a build that was killed left it")
             lock.unlink(missing_ok=True)
@@ -188,7 +188,7 @@ def _clear_lock(lock: Path, *, ours: bool, deadline: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _is_open(file: Path) -> bool:
+def is_open(file: Path) -> bool:
     """Whether a process of this machine has the file open. Processes of other users can't be seen into."""
     try:
         wanted = file.stat()

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def save_artifact(
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    _write_model(partial, module, checked(tensors, module.shapes), model)
+    _write_model(partial, module, chain(checked(tensors, module.shapes), _buffers(module)), model)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
     os.replace(partial, directory)
@@ -88,6 +89,12 @@ def checked(tensors: Iterator[tuple[str, Tensor]], shapes: dict[str, torch.Size]
         yield name, tensor
     if left:
         raise RuntimeError(f"{len(left)} tensors of the model are missing, among them {next(iter(left))}")
+
+
+def _buffers(module: Trainable) -> Iterator[tuple[str, Tensor]]:
+    """This rank's: what a rank's own batches have changed (a batch norm's statistics) is the first rank's view."""
+    for name, buffer in module.named_kept_buffers():
+        yield name, buffer.detach().cpu()
 
 
 def _write_model(
@@ -156,4 +163,6 @@ def _write_config(directory: Path, module: Trainable, dtype: torch.dtype) -> Non
     config.architectures = [module.architecture]
     config.dtype = dtype
     config.save_pretrained(directory)
-    GenerationConfig.from_model_config(config).save_pretrained(directory)
+    # Not by save_pretrained, which may refuse at the end of a run what a directory came with.
+    generation = module.generation_config or GenerationConfig.from_model_config(config)
+    generation.to_json_file(directory / "generation_config.json")

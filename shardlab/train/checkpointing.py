@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -131,7 +132,7 @@ class Checkpoints:
             schedule=schedule_state(engine),
             cursor={"samples": engine.steps_done * engine.plan.global_batch_size, **self._data},
             recipe=engine.recipe.model_dump(mode="json"),
-            plan=asdict(engine.plan),
+            plan=json.loads(json.dumps(asdict(engine.plan))),  # tuples become lists
             versions={name: version(name) for name in _PACKAGES},
             attachments=self._attachments,
             parent=self._parent,

@@ -5,11 +5,11 @@ It knows windows, schedules and policies, and nothing of DeepSpeed or FSDP.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from shardlab.checkpoint import join
 from shardlab.data import MicroBatch, Window, windows_from_batches
 from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights, Weights
-from shardlab.model.trainable import Trainable, make_trainable
+from shardlab.model.trainable import Trainable, holds_packed_documents, make_trainable, refuse_packing
 from shardlab.plan import Plan
 from shardlab.recipe import ModelSection, Recipe, load_recipe
 from shardlab.runtime.environment import apply_in_process
@@ -140,9 +140,22 @@ class Engine:
             self._output = RUNS / (self._name if chosen == 1 else f"{self._name}-{chosen}")
         return self._output
 
-    def setup(self, model: nn.Module, weights: Weights, optimizer: OptimizerSettings, tokenizer: Any = None) -> None:
-        """Hand the model to the backend: from here on it is sharded."""
+    def setup(
+        self,
+        model: nn.Module,
+        weights: Weights,
+        optimizer: OptimizerSettings,
+        tokenizer: Any = None,
+        *,
+        packed: bool = False,
+    ) -> None:
+        """Hand the model to the backend: from here on it is sharded.
+
+        Raises UserError where it would get `packed` documents and can't keep them apart.
+        """
         self.module = make_trainable(model, seed=self.plan.seed, recompute=self.plan.recompute)
+        if packed:
+            refuse_packing(self.module)
         self.module.train()
         self._tokenizer = tokenizer
         backend = make_backend(self.plan)
@@ -192,15 +205,20 @@ class Engine:
         self.setup(model, ModuleWeights(model), settings)
         optimizer.state.clear()
         optimizer.param_groups.clear()
-        return self.module, self.backend.optimizer, self._windows(loader)
+        return self.module, self.backend.optimizer, self._windows_to_train(loader)
 
-    def _windows(self, loader: Iterable[Mapping[str, Tensor]]) -> Iterator[Window]:
+    def _windows_to_train(self, loader: Iterable[Mapping[str, Tensor]]) -> Iterator[Window]:
         """Of a run that goes on, those that are left: what was trained on is read and passed over."""
-        passed = self.steps_done * self.plan.accumulation
-        yield from windows_from_batches(
-            itertools.islice(loader, passed, None),
-            start_step=self.steps_done,
-            accumulation=self.plan.accumulation,
+        accumulation, done = self.plan.accumulation, self.steps_done
+        yield from self._windows(islice(loader, done * accumulation, None), accumulation, start_step=done)
+
+    def _windows(
+        self, loader: Iterable[Mapping[str, Tensor]], accumulation: int, start_step: int = 0
+    ) -> Iterator[Window]:
+        return windows_from_batches(
+            loader,
+            start_step=start_step,
+            accumulation=accumulation,
             rank=self.topology.rank,
             world_size=self.topology.world_size,
             all_reduce=self._sum_integers if self.topology.world_size > 1 else None,
@@ -219,6 +237,7 @@ class Engine:
         started, lr = time.perf_counter(), self.learning_rate()
         loss, norm, skipped = None, None, True
         if window.tokens:  # without any, an update would still decay the weights; every rank knows it without asking
+            self._check_documents(window.micro_batches)
             try:
                 applied = self.backend.run_window(window, lr)
             except RuntimeError as error:
@@ -256,13 +275,32 @@ class Engine:
                 "rate is below what fp32 can add"
             )
 
-    def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """(mean loss per token, tokens) over all ranks' batches; every rank brings the same number of them."""
-        loss_sum, tokens = self.backend.evaluate(batches)
+    def evaluate(self, batches: Iterable[MicroBatch] | Iterable[Mapping[str, Tensor]]) -> tuple[float, int]:
+        """(mean loss per token, tokens) over all ranks' batches, without dropout.
+
+        Either micro-batches, of which every rank brings the same number, or a user's own batches, as `prepare` takes
+        them, of which each rank has as many as it likes.
+        """
+        loss_sum, tokens = self.backend.evaluate(self._micro_batches(batches))
         found = Evaluation(self.steps_done, loss_sum / tokens if tokens else math.nan, tokens)
         for callback in self.callbacks:
             callback.on_evaluate(self, found)
         return found.loss, found.tokens
+
+    def _micro_batches(self, batches: Iterable[MicroBatch] | Iterable[Mapping[str, Tensor]]) -> Iterator[MicroBatch]:
+        source: Iterator[Any] = iter(batches)
+        first = next(source, None)
+        source = chain([] if first is None else [first], source)
+        if not isinstance(first, MicroBatch):
+            source = chain.from_iterable(window.micro_batches for window in self._windows(source, accumulation=1))
+        for batch in source:
+            self._check_documents([batch])
+            yield batch
+
+    def _check_documents(self, batches: Iterable[MicroBatch]) -> None:
+        """Rows of a user's own may hold several documents, or text behind padding, whatever the recipe says."""
+        if not self.module.separates_documents and any(holds_packed_documents(batch.tensors) for batch in batches):
+            refuse_packing(self.module)
 
     def save(self, directory: str | Path | None = None, tokenizer: Any = None) -> Path:
         """Write a Hugging Face model directory (or an adapter directory), tensor by tensor. Every rank calls this.

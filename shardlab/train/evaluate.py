@@ -11,7 +11,7 @@ from shardlab.backends.materialize import Materializer, move_buffers
 from shardlab.data import evaluation_batches, prepare_data
 from shardlab.errors import UserError
 from shardlab.model.build import build_model
-from shardlab.model.trainable import make_trainable
+from shardlab.model.trainable import make_trainable, refuse_packing
 from shardlab.recipe import DataSection, ModelSection
 from shardlab.topology import Topology
 
@@ -35,6 +35,8 @@ def evaluate_directory(directory: Path, data: DataSection, *, micro_batch: int =
         seed=0,
     )
     module = make_trainable(model)
+    if data.packing:
+        refuse_packing(module)
     device = torch.device(topology.device)
     Materializer(module, weights, device).materialize(module)
     move_buffers(module, device)

@@ -80,7 +80,7 @@ def _train(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     claim(output, engine.topology, resume=resume)
     # Files come after all that may refuse the recipe: an empty directory is free for the next try.
-    engine.setup(model, weights, recipe.train.optimizer, data.tokenizer)
+    _setup(engine, data, model, weights)
     del model, weights
     say("\n".join([f"{parameters / 1e6:.2f}M parameters; {data.size()} to train on", *data.report.lines()]))
     if found is not None:
@@ -138,8 +138,13 @@ def setup_from_recipe(engine: Engine, data: PreparedData | OwnData) -> int:
     """Build the recipe's model for the data's tokenizer and shard it. Returns its number of parameters."""
     model, weights = build_from_recipe(engine, data)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    engine.setup(model, weights, engine.recipe.train.optimizer, data.tokenizer)
+    _setup(engine, data, model, weights)
     return parameters
+
+
+def _setup(engine: Engine, data: PreparedData | OwnData, model: nn.Module, weights: Weights) -> None:
+    packed = engine.recipe.data.packing and isinstance(data, PreparedData)
+    engine.setup(model, weights, engine.recipe.train.optimizer, data.tokenizer, packed=packed)
 
 
 def build_from_recipe(engine: Engine, data: PreparedData | OwnData) -> tuple[nn.Module, Weights]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardlab import Callback, Engine
 from shardlab.backends import zero_config
-from shardlab.data import MicroBatch, WindowLoader, prepare_data
+from shardlab.data import MicroBatch, WindowLoader, evaluation_batches, prepare_data
 from shardlab.errors import UserError
 from shardlab.recipe import load_recipe
 from shardlab.train.artifact import save_artifact
@@ -155,6 +155,25 @@ def adapt(recipe: Path, overrides: Sequence[str], directory: Path) -> Adapted:
     )
     engine.close()
     return outcome
+
+
+def perplexities(recipe: Path, backend: str, batches: Sequence[dict[str, Array]]) -> list[tuple[float, int]]:
+    """(loss, tokens) of the recipe's held-out rows in micro-batches of 1 and 3, packed and not; then of own batches.
+
+    Every rank is given all of the latter, and takes its turn.
+    """
+    found = []
+    for packing in ("true", "false"):
+        engine, _ = engine_of(recipe, f"shard.backend={backend}", f"data.packing={packing}")
+        topology = engine.topology
+        rows = prepare_data(engine.recipe.data).evaluation
+        assert rows is not None
+        ranks = {"rank": topology.rank, "world_size": topology.world_size}
+        found += [engine.evaluate(evaluation_batches(rows, micro_batch=size, **ranks)) for size in (1, 3)]
+        mine = batches[topology.rank :: topology.world_size]
+        found.append(engine.evaluate({key: torch.tensor(value) for key, value in one.items()} for one in mine))
+        engine.close()
+    return found
 
 
 def diary(recipe: Path, output: Path) -> list[tuple[Any, ...]]:
