@@ -316,6 +316,26 @@ def verify_checkpoints(
         typer.echo("\n".join(f"{row['path']}: whole" for row in found))
 
 
+@checkpoint_app.command(name="export")
+def export_checkpoint(
+    directory: Checkpoint,
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The model directory to write.")],
+    dtype: Annotated[str, typer.Option(help="auto (what the run computed in), bf16 or fp32.")] = "auto",
+    like: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A model directory to take config and tokenizer from.")
+    ] = None,
+) -> None:
+    """Write a checkpoint's model as a Hugging Face directory (of a run with adapters: an adapter directory).
+
+    Example: `shardlab checkpoint export runs/demo model --dtype bf16`
+    """
+    from shardlab.checkpoint.export import export, parse_dtype
+    from shardlab.checkpoint.inspect import chosen
+
+    export(chosen(directory), output, parse_dtype(dtype), like)
+    typer.echo(f"model: {output}")
+
+
 @checkpoint_app.command(name="diff")
 def diff_checkpoints(
     first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint, or a run.")],

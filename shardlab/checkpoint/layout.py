@@ -8,6 +8,7 @@ so each tensor is aligned, which the safetensors library wants of it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -120,12 +121,17 @@ def plan_files(parts: Iterable[Part], rank: int, file_bytes: int) -> list[FilePl
 
 def header(parts: Iterable[Part]) -> bytes:
     """The first bytes of a safetensors file that holds `parts` one after another: a length, and JSON of that length."""
-    entries: dict[str, dict[str, object]] = {}
+    return safetensors_header((part.key, part.dtype, part.box.lengths) for part in parts)
+
+
+def safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], **metadata: str) -> bytes:
+    """The same of (key, a key of DTYPES, shape)."""
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     begin = 0
-    for part in parts:
-        offsets = [begin, begin + part.bytes]
-        entries[part.key] = {"dtype": part.dtype, "shape": list(part.box.lengths), "data_offsets": offsets}
-        begin += part.bytes
+    for key, dtype, shape in tensors:
+        end = begin + math.prod(shape) * DTYPES[dtype].itemsize
+        entries[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins aligned
     return len(text).to_bytes(8, "little") + text

@@ -125,7 +125,7 @@ class CheckpointReader:
     def _fetch(self, file: int, offset: int, buffer: memoryview) -> None:
         reader = self._open.get(file)
         if reader is None:
-            reader = self._open[file] = open_file(self.directory, self.manifest, file, self._storage)
+            reader = self._open[file] = open_file(self.directory, self.manifest.files[file], self._storage)
         if reader.read_into(offset, buffer) != len(buffer):
             raise DamagedError(f"{self.directory / self.manifest.files[file].name} ends while it is read")
         self.bytes_read += len(buffer)

@@ -7,7 +7,7 @@ are plain names in the checkpoint's own directory: nothing in a manifest can poi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 import xxhash
@@ -23,6 +23,8 @@ MANIFEST = "manifest.json"
 VERSION = 1
 
 _FIRST_LINE = re.compile(rb'\{"xxh3_128":"([0-9a-f]{32})",\n')
+# No .py: what a checkpoint brings is never code.
+_ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.(json|txt|model|jinja)")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 
 Count = Annotated[int, Field(ge=0)]
@@ -77,7 +79,10 @@ class OptimizerEntry(_Strict):
     def of(cls, state: OptimizerState) -> OptimizerEntry:
         """`state`, its options in JSON's types. Raises RuntimeError for an option that has none."""
         scalars = {name: {key: float(value) for key, value in kept.items()} for name, kept in state.scalars.items()}
-        groups = tuple({key: _json(key, value) for key, value in group.items()} for group in state.groups)
+        groups = tuple(
+            {key: as_json(f"the optimizer's option {key}", value) for key, value in group.items()}
+            for group in state.groups
+        )
         return cls(kinds=tuple(state.kinds), scalars=scalars, groups=groups)
 
     def state(self) -> OptimizerState:
@@ -91,11 +96,13 @@ class Manifest(_Strict):
 
     `aliases`: other names of tied tensors -> the canonical one. `schedule`, `cursor`, `recipe`, `plan` are the
     caller's; `evaluation` is a loss by which the best is kept, `parent` the checkpoint that the run came from.
+    `attachments` are small files that an exported model needs: its config, its tokenizer.
     """
 
     version: int
     step: Count
     files: tuple[FileEntry, ...]
+    attachments: tuple[FileEntry, ...] = ()
     tensors: tuple[TensorEntry, ...]
     aliases: dict[str, str] = {}
     optimizer: OptimizerEntry = OptimizerEntry()
@@ -112,15 +119,16 @@ class Manifest(_Strict):
         rest = self.model_dump_json().encode()[1:]
         return b'{"xxh3_128":"%s",\n' % xxhash.xxh3_128_hexdigest(rest).encode() + rest
 
-    def parts(self, file: int) -> list[Part]:
-        """What lies in `files[file]`, in the order of its bytes."""
-        found = [
-            (piece.begin, Part(entry.name, entry.kind, entry.shape, entry.dtype, Box(piece.offsets, piece.lengths)))
-            for entry in self.tensors
-            for piece in entry.pieces
-            if piece.file == file
-        ]
-        return [part for _, part in sorted(found, key=lambda pair: pair[0])]
+    def pieces_by_file(self) -> list[list[tuple[int, Part]]]:
+        """(where it begins, what it is) of all that lies in each of `files`, in the order of its bytes."""
+        found: list[list[tuple[int, Part]]] = [[] for _ in self.files]
+        for entry in self.tensors:
+            for piece in entry.pieces:
+                part = Part(entry.name, entry.kind, entry.shape, entry.dtype, Box(piece.offsets, piece.lengths))
+                found[piece.file].append((piece.begin, part))
+        for pieces in found:
+            pieces.sort(key=lambda pair: pair[0])
+        return found
 
 
 def parse(content: bytes, where: str) -> Manifest:
@@ -169,7 +177,11 @@ def _file_faults(manifest: Manifest) -> Iterator[str]:
     for file in manifest.files:
         if not _FILE_NAME.fullmatch(file.name):
             yield f"{file.name!r} is not a plain name of a file in the checkpoint's own directory"
-    if len({file.name for file in manifest.files}) < len(manifest.files):
+    for file in manifest.attachments:
+        if not _ATTACHMENT_NAME.fullmatch(file.name) or file.name == MANIFEST:
+            yield f"{file.name!r} is not a name that an attachment may have"
+    everything = [*manifest.files, *manifest.attachments]
+    if len({file.name for file in everything}) < len(everything):
         yield "a file is listed twice"
 
 
@@ -191,28 +203,30 @@ def _tensor_fault(manifest: Manifest, entry: TensorEntry) -> str | None:
     return coverage_fault(entry.shape, entry.pieces)
 
 
-def expected_header(manifest: Manifest, file: int) -> bytes:
-    """What `files[file]` must begin with; raises DamagedError where its pieces don't lie one after another."""
-    parts = manifest.parts(file)
-    first = header(parts)
-    begins = sorted(piece.begin for entry in manifest.tensors for piece in entry.pieces if piece.file == file)
-    expected, at = [], len(first)
-    for part in parts:
-        expected.append(at)
+def expected_header(file: FileEntry, pieces: list[tuple[int, Part]]) -> bytes:
+    """What a file with these pieces must begin with; raises DamagedError where they don't lie one after another."""
+    first = header(part for _, part in pieces)
+    at = len(first)
+    for begin, part in pieces:
+        if begin != at:
+            raise DamagedError(f"{file.name}: its pieces do not lie one after another")
         at += part.bytes
-    if begins != expected or at != manifest.files[file].bytes:
-        raise DamagedError(f"{manifest.files[file].name}: its pieces do not lie one after another")
+    if at != file.bytes:
+        raise DamagedError(f"{file.name}: the manifest says nothing of a part of it")
     return first
 
 
-def _json(key: str, value: Any) -> JsonValue:
+def as_json(name: str, value: Any) -> JsonValue:
+    """`value` in JSON's own types. Raises RuntimeError, with `name`, where it holds anything that has none."""
     if hasattr(value, "item"):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return [_json(key, item) for item in value]
-    raise RuntimeError(f"the optimizer's option {key} is a {type(value).__name__}, which JSON does not hold")
+        return [as_json(name, item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): as_json(f"{name}.{key}", item) for key, item in value.items()}
+    raise RuntimeError(f"{name} is a {type(value).__name__}, which JSON does not hold")
 
 
 def _tuples(value: JsonValue) -> Any:

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
+from pydantic import JsonValue
 from torch import Tensor
 
 from shardlab.checkpoint.layout import FilePlan, Part, assign, header, parts_of, plan_files
@@ -28,10 +30,12 @@ from shardlab.checkpoint.manifest import (
     MANIFEST,
     VERSION,
     DamagedError,
+    FileEntry,
     Manifest,
     OptimizerEntry,
     Piece,
     TensorEntry,
+    as_json,
     faults,
 )
 from shardlab.checkpoint.ranks import Agreement, Alone, Ranks
@@ -50,7 +54,7 @@ Course = Generator[Callable[[], Any], list[Any], Path]
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds beside the fragments. The first rank's is what is saved; the mappings must be JSON."""
+    """What a checkpoint holds beside the fragments, as the first rank has it. Tuples in it become lists."""
 
     step: int
     optimizer: OptimizerState = field(default_factory=OptimizerState)
@@ -60,6 +64,7 @@ class Contents:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)  # torch's and Python's are added
+    attachments: Mapping[str, bytes] = field(default_factory=dict)  # small files by name: config.json, tokenizer.json
     parent: str | None = None
     evaluation: float | None = None  # a loss: the checkpoint with the lowest is kept besides the newest
 
@@ -123,7 +128,8 @@ class Saver:
             held.value = [part for part, _ in parts_of(fragments(), self.file_bytes)]
         shares = assign(held.values)
         plans = plan_files(shares[self.ranks.rank], self.ranks.rank, self.file_bytes)
-        needed = MANIFEST_SHARE + sum(part.bytes for parts in shares for part in parts)
+        attached = sum(len(content) for content in contents.attachments.values())
+        needed = MANIFEST_SHARE + attached + sum(part.bytes for parts in shares for part in parts)
         name = self._agreed_directory(directory_name(contents.step), needed)
         return Draft(contents, self.root / name, self.root / directory_name(contents.step), plans, needed)
 
@@ -157,6 +163,8 @@ class Saver:
             raise RuntimeError(f"the fragments of step {draft.contents.step} are not the training state: {fault}")
         self._require_visible(draft.partial, {file.name: file.bytes for file in manifest.files})
         with self._mendable(f"the checkpoint {draft.final.name}", draft):
+            for name, content in draft.contents.attachments.items():
+                self._write_file(draft.partial / name, content)
             self._write_file(draft.partial / MANIFEST, manifest.dump())
             self.storage.sync_directory(draft.partial)
             replaced = None
@@ -299,18 +307,27 @@ def manifest_of(contents: Contents, written: list[Written]) -> Manifest:
         TensorEntry(name=part.name, kind=part.kind, shape=part.shape, dtype=part.dtype, pieces=tuple(places))
         for part, places in pieces.values()
     )
+    attachments = tuple(
+        FileEntry(name=name, bytes=len(content), xxh3_128=xxhash.xxh3_128_hexdigest(content))
+        for name, content in contents.attachments.items()
+    )
     return Manifest(
         version=VERSION,
         step=contents.step,
         files=tuple(file.entry for file in written),
+        attachments=attachments,
         tensors=tensors,
         aliases=dict(contents.aliases),
         optimizer=OptimizerEntry.of(contents.optimizer),
-        schedule=dict(contents.schedule),
-        cursor=dict(contents.cursor),
-        recipe=dict(contents.recipe),
-        plan=dict(contents.plan),
+        schedule=_section("schedule", contents.schedule),
+        cursor=_section("cursor", contents.cursor),
+        recipe=_section("recipe", contents.recipe),
+        plan=_section("plan", contents.plan),
         versions={"torch": torch.__version__, "python": platform.python_version(), **contents.versions},
         parent=contents.parent,
         evaluation=contents.evaluation,
     )
+
+
+def _section(name: str, values: Mapping[str, Any]) -> dict[str, JsonValue]:
+    return {key: as_json(f"{name}.{key}", value) for key, value in values.items()}

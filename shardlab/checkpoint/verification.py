@@ -6,7 +6,8 @@ from pathlib import Path
 
 import xxhash
 
-from shardlab.checkpoint.manifest import MANIFEST, DamagedError, Manifest, expected_header, parse
+from shardlab.checkpoint.layout import Part
+from shardlab.checkpoint.manifest import MANIFEST, DamagedError, FileEntry, Manifest, expected_header, parse
 from shardlab.checkpoint.storage import LocalStorage, Reader, Storage
 from shardlab.errors import UserError
 
@@ -29,9 +30,8 @@ def read_manifest(directory: Path, storage: Storage | None = None) -> Manifest:
     return parse(bytes(content), str(path))
 
 
-def open_file(directory: Path, manifest: Manifest, file: int, storage: Storage) -> Reader:
-    """`files[file]`, of the size that the manifest says. Raises DamagedError or UserError."""
-    entry = manifest.files[file]
+def open_file(directory: Path, entry: FileEntry, storage: Storage) -> Reader:
+    """A file of the checkpoint, of the size that the manifest says. Raises DamagedError or UserError."""
     path = directory / entry.name
     try:
         reader = storage.open(path)
@@ -45,7 +45,7 @@ def open_file(directory: Path, manifest: Manifest, file: int, storage: Storage) 
 
 
 def examine(directory: Path, storage: Storage | None = None, rank: int = 0, world_size: int = 1) -> list[str]:
-    """Everything that is wrong with the checkpoint, a line each; the content of every `world_size`-th file is read.
+    """Everything that is wrong with the checkpoint, a line each; of the files, every `world_size`-th is read.
 
     Memory: `READ_BYTES`, whatever a file or the manifest declares.
     """
@@ -54,20 +54,23 @@ def examine(directory: Path, storage: Storage | None = None, rank: int = 0, worl
         manifest = read_manifest(directory, storage)
     except UserError as error:
         return [str(error)]
-    expected = {MANIFEST, *(file.name for file in manifest.files)}
+    entries = [*manifest.files, *manifest.attachments]
+    expected = {MANIFEST, *(entry.name for entry in entries)}
     found = [
         f"{directory / name} is not part of this checkpoint: the manifest does not list it"
         for name in storage.names(directory)
         if name not in expected
     ]
     buffer = memoryview(bytearray(READ_BYTES))
-    for file in range(rank, len(manifest.files), world_size):
+    pieces = manifest.pieces_by_file()
+    for number in range(rank, len(entries), world_size):
         try:
-            _examine_file(directory, manifest, file, storage, buffer)
+            inside = pieces[number] if number < len(pieces) else None
+            _examine_file(directory, entries[number], inside, storage, buffer)
         except UserError as error:
             found.append(str(error))
         except OSError as error:
-            found.append(f"{directory / manifest.files[file].name} can't be read: {error.strerror}")
+            found.append(f"{directory / entries[number].name} can't be read: {error.strerror}")
     return found
 
 
@@ -79,11 +82,14 @@ def verify(directory: Path, storage: Storage | None = None) -> Manifest:
     return read_manifest(directory, storage)
 
 
-def _examine_file(directory: Path, manifest: Manifest, file: int, storage: Storage, buffer: memoryview) -> None:
-    path = directory / manifest.files[file].name
-    reader = open_file(directory, manifest, file, storage)
+def _examine_file(
+    directory: Path, entry: FileEntry, pieces: list[tuple[int, Part]] | None, storage: Storage, buffer: memoryview
+) -> None:
+    """`pieces`: what lies in it; None of an attachment."""
+    path = directory / entry.name
+    reader = open_file(directory, entry, storage)
     try:
-        first = expected_header(manifest, file)
+        first = b"" if pieces is None else expected_header(entry, pieces)
         if _start(reader, len(first), buffer) != first:
             raise DamagedError(f"{path}: its header is not the one of these tensors")
         digest = xxhash.xxh3_128()
@@ -94,7 +100,7 @@ def _examine_file(directory: Path, manifest: Manifest, file: int, storage: Stora
             digest.update(piece)
     finally:
         reader.close()
-    if digest.hexdigest() != manifest.files[file].xxh3_128:
+    if digest.hexdigest() != entry.xxh3_128:
         raise DamagedError(f"{path}: its content is not what was written (by the manifest's hash)")
 
 

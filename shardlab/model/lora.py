@@ -64,11 +64,17 @@ class AdaptedWeights:
         return self._base.tensor(name.replace(_BASE, ""))
 
 
+def adapter_name(name: str) -> str | None:
+    """The name that peft's files have for an adapter's tensor; None for any other tensor."""
+    return f"base_model.model.{name.replace('.default.', '.')}" if _ADAPTER.fullmatch(name) else None
+
+
 def adapter_tensors(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The adapters alone, by the names that peft's files have."""
     for name, tensor in tensors:
-        if _ADAPTER.fullmatch(name):
-            yield f"base_model.model.{name.replace('.default.', '.')}", tensor
+        key = adapter_name(name)
+        if key is not None:
+            yield key, tensor
 
 
 def transposed_layers(module: Trainable) -> set[str]:

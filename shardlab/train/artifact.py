@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -63,6 +64,22 @@ def save_artifact(
     all_reduce_sum(torch.zeros(1, device=topology.device), topology)  # no rank reads it before it is there
 
 
+def model_files(module: Trainable, tokenizer: Any, model: ModelSection) -> dict[str, bytes]:
+    """The files beside the weights that `from_pretrained` wants, by name: a checkpoint takes them along.
+
+    With adapters, those of an adapter directory, merged or not.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        if model.lora is None:
+            _write_config(directory, module, torch.float32)
+        else:
+            _write_adapter_config(directory, module, model)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+        return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
+
+
 def checked(tensors: Iterator[tuple[str, Tensor]], shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
     """`tensors`, each compared with the shape that the model was built with; at the end, none may be missing."""
     left = dict(shapes)
@@ -89,10 +106,15 @@ def _write_model(
         merged = merged_tensors(tensors, model.lora, transposed_layers(module))
         _write_config(directory, module, _write_tensors(directory, merged))
     else:
-        assert model.path is not None
         save_file(dict(adapter_tensors(tensors)), directory / "adapter_model.safetensors", metadata={"format": "pt"})
-        layers = adapted_layers(iter(module.shapes))
-        write_adapter_config(directory, model.lora, str(Path(model.path).resolve()), layers)
+        _write_adapter_config(directory, module, model)
+
+
+def _write_adapter_config(directory: Path, module: Trainable, model: ModelSection) -> None:
+    assert model.lora is not None
+    assert model.path is not None
+    layers = adapted_layers(iter(module.shapes))
+    write_adapter_config(directory, model.lora, str(Path(model.path).resolve()), layers)
 
 
 def _write_tensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> torch.dtype:

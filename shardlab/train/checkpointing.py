@@ -48,6 +48,7 @@ class Checkpoints:
         self._say = say
         self._saver = Saver(root, ranks, keep=section.keep)
         self._background = AsyncSaver(self._saver) if section.asynchronous else None
+        self._attachments = engine.model_files() if engine.topology.is_main else {}
         self._saved: int | None = None  # the step of the newest one, being written or whole
         self.failures: list[str] = []
 
@@ -133,6 +134,7 @@ class Checkpoints:
             recipe=engine.recipe.model_dump(mode="json"),
             plan=json.loads(json.dumps(asdict(engine.plan))),  # tuples become lists
             versions={name: version(name) for name in _PACKAGES},
+            attachments=self._attachments,
             parent=self._parent,
             evaluation=evaluation,
         )

@@ -29,7 +29,7 @@ from shardlab.plan import Plan
 from shardlab.recipe import ModelSection, Recipe, load_recipe
 from shardlab.runtime.environment import apply_in_process
 from shardlab.topology import Topology, check_collectives
-from shardlab.train.artifact import save_artifact
+from shardlab.train.artifact import model_files, save_artifact
 from shardlab.train.callbacks import Callback, Evaluation, StepResult
 from shardlab.train.checkpointing import (
     DIRECTORY,
@@ -317,6 +317,10 @@ class Engine:
             self._source,
         )
         return chosen
+
+    def model_files(self) -> dict[str, bytes]:
+        """What a model directory holds beside the weights (config, tokenizer), by name."""
+        return model_files(self.module, self._tokenizer, self._source)
 
     def save_state(self, root: str | Path | None = None) -> Path:
         """Save a checkpoint to go on from, in `root` (without it `checkpoints` in `output`). Every rank calls this.

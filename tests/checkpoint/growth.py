@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from shardlab.checkpoint import CheckpointReader, Contents, Saver, verify
+from shardlab.checkpoint.export import export
 from shardlab.state.box import Box
 from shardlab.state.fragment import MASTER
 from tests.checkpoint.support import small_state, whole_fragments
@@ -42,6 +43,9 @@ def main(root: Path) -> None:
     state.clear()
     values.clear()
     found["verify"] = growth(lambda: verify(saved[0]))
+    (root / "like").mkdir()
+    (root / "like" / "config.json").write_text("{}")
+    found["export"] = growth(lambda: export(saved[0], root / "out", "bf16", root / "like"))
     with CheckpointReader(saved[0]) as reader:
         rows = Box((ROWS // 2, 0), (ROWS // 4, COLUMNS))
         columns = Box((0, 8), (ROWS, COLUMNS // 4))

@@ -168,6 +168,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "beyond the end",
     ),
     "huge file": (lambda v: v["files"][0].update(bytes=2**60), "by the manifest it has"),
+    "more than its pieces": (lambda v: v["tensors"].pop(0), "says nothing of a part"),
     "beyond the end": (lambda v: _piece(v).__setitem__(1, 10**6), "beyond the end"),
     "into the header": (lambda v: _piece(v).__setitem__(1, 0), "one after another"),
     "outside the shape": (lambda v: _piece(v).__setitem__(2, [39, 0]), "not inside its shape"),

@@ -23,6 +23,6 @@ def test_a_process_grows_by_its_buffers_and_no_more(tmp_path: Path) -> None:
         check=True,
     )
     found = json.loads(done.stdout)
-    assert set(found) == {"save", "verify", "rows", "rows converted", "columns"}
+    assert set(found) == {"save", "verify", "export", "rows", "rows converted", "columns"}
     for what, grown in found.items():
         assert grown < 2 * BUFFER_BYTES, f"{what} grew by {grown / 1024**2:.1f} MiB"

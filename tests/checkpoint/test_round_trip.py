@@ -100,7 +100,7 @@ def test_everything_but_tensors_comes_back(tmp_path: Path) -> None:
         schedule={"name": "cosine", "applied": 3},
         cursor={"sample": 2**53, "epoch": 1},
         recipe={"train": {"steps": 9}},
-        plan={"backend": "zero3"},
+        plan={"backend": "zero3", "why": ("two", "reasons")},
         versions={"shardlab": "0.1.0"},
         parent="step-00000002",
         evaluation=2.5,
@@ -118,7 +118,7 @@ def test_everything_but_tensors_comes_back(tmp_path: Path) -> None:
         assert group["fused"] is None
         assert (manifest.step, manifest.parent, manifest.evaluation) == (3, "step-00000002", 2.5)
         assert (manifest.schedule, manifest.cursor) == (contents.schedule, contents.cursor)
-        assert (manifest.recipe, manifest.plan) == (contents.recipe, contents.plan)
+        assert (manifest.recipe, manifest.plan) == (contents.recipe, {"backend": "zero3", "why": ["two", "reasons"]})
         assert manifest.versions["torch"] == torch.__version__
         assert manifest.versions["shardlab"] == "0.1.0"
         assert reader.kinds("lm_head.weight") == {MASTER, "exp_avg"} == reader.kinds("model.embed.weight")
@@ -126,6 +126,18 @@ def test_everything_but_tensors_comes_back(tmp_path: Path) -> None:
         head = torch.empty(2, 8)
         reader.read_into("lm_head.weight", MASTER, Box((3, 0), (2, 8)), head)
         assert same(head, state["model.embed.weight", MASTER][3:5])
+
+
+@pytest.mark.parametrize(
+    ("contents", "named"),
+    [
+        (Contents(step=1, plan={"a": {"b": object()}}), r"plan\.a\.b is a object"),
+        (Contents(step=1, optimizer=OptimizerState(groups=({"f": print},))), "option f is a builtin"),
+    ],
+)
+def test_what_json_does_not_hold_is_named(tmp_path: Path, contents: Contents, named: str) -> None:
+    with pytest.raises(RuntimeError, match=named):
+        Saver(tmp_path).save(contents, whole_fragments(small_state()))
 
 
 def test_values_are_converted_to_the_destination(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ _BASE: dict[str, dict[str, Any]] = {
         "schedule": {"name": "linear", "warmup_steps": 0},
     },
     "shard": {},
+    "checkpoint": {},
 }
 
 
