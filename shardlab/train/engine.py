@@ -250,7 +250,8 @@ class Engine:
                 self._check_changed(lr)
         self.steps_done = window.step + 1
         seconds = time.perf_counter() - started
-        result = StepResult(loss, norm, lr, window.tokens, skipped, self.steps_done, seconds, self.meter.peak_bytes())
+        peak_bytes = self.meter.peak_bytes() if self.callbacks else None
+        result = StepResult(loss, norm, lr, window.tokens, skipped, self.steps_done, seconds, peak_bytes)
         for callback in self.callbacks:  # also of a step that stops the run: it belongs in the log
             callback.on_step(self, result)
         if window.tokens and skipped and self.recipe.train.on_nonfinite == "stop":
@@ -349,8 +350,11 @@ class Engine:
 
     def close(self, error: BaseException | None = None) -> None:
         """Release the backend and end the callbacks, which are told of `error`. A second call does nothing."""
+        # After a failure of this rank alone the others may be within a collective: waiting for the device to finish, as
+        # DeepSpeed does, would wait for them.
+        orderly = error is None or isinstance(error, UserError) or self.topology.world_size == 1
         with ExitStack() as stack:  # one that fails does not keep the others from ending
-            if self._backend is not None:
+            if self._backend is not None and orderly:
                 stack.callback(self._backend.close)
             for callback in reversed(self.callbacks):
                 stack.callback(callback.on_end, self, error)

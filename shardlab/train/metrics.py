@@ -128,7 +128,7 @@ class Progress(Callback):
 
     def on_step(self, engine: Engine, result: StepResult) -> None:
         """See `Callback`."""
-        self.step(result.step, result.loss, result.tokens_per_second, result.peak_memory_bytes)
+        self.step(result.step, result.loss, result.tokens_per_second, result.peak_memory_bytes or 0)
 
     def on_evaluate(self, engine: Engine, evaluation: Evaluation) -> None:
         """See `Callback`."""

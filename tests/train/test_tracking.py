@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,10 +148,17 @@ def read_wandb(directory: Path) -> tuple[Curves, dict[str, Any], bool]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = directory.glob("wandb/offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60
+    while True:  # a process of wandb's own writes it, and may close it after finish() has returned
+        found = [Record.FromString(content) for content in records(file.read_bytes())]
+        if any(record.HasField("exit") for record in found):
+            break
+        assert time.monotonic() < deadline, "wandb never wrote the end of the run"
+        time.sleep(0.1)
     curves: Curves = {}
     values: dict[str, Any] = {}
     code = None
-    for record in map(Record.FromString, records(file.read_bytes())):
+    for record in found:
         if record.HasField("history"):
             row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             step = row.get("_step", record.history.step.num)
