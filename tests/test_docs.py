@@ -122,3 +122,17 @@ def _valid(text: str) -> None:
     from shardlab.recipe import Recipe
 
     Recipe.from_dict(yaml.safe_load(text))
+
+
+@pytest.mark.slow
+def test_the_checkpoint_pages_snippets_work(tmp_path: Path) -> None:
+    run(["shardlab", "init", "my.yaml"], tmp_path)
+    (recipe,) = blocks_of("checkpoints.md", "yaml")
+    (script,) = blocks_of("checkpoints.md", "bash")
+    (snippet,) = blocks_of("checkpoints.md", "python")
+    _valid(recipe)
+    said = run(["bash", "-euo", "pipefail", "-c", script], tmp_path)
+    assert "resumed from runs/long/checkpoints/step-00000005: step 5, saved by ddp" in said
+    before = blocks("python")[0].split("engine = ")[0]
+    (tmp_path / "mine.py").write_text(before + snippet, encoding="utf-8")
+    run([sys.executable, "mine.py"], tmp_path)

@@ -101,6 +101,17 @@ def test_a_launcher_that_starts_fewer_ranks_is_found_out(tmp_path: Path, environ
     assert not (tmp_path / "run").exists()
 
 
+def test_a_hostfile_that_is_missing_is_no_silent_local_run(tmp_path: Path, environment: dict[str, str]) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/5221: `deepspeed` goes on with what this host has."""
+    launch = (BIN / "deepspeed", "--hostfile", tmp_path / "none", "--master_port", free_port(), "--module", "shardlab")
+    arguments = ("train", write_recipe(tmp_path), "--output", tmp_path / "run", "--set", "shard.world_size=2")
+    ended = run_process([*launch, *arguments], environment)
+    assert ended.code != 0
+    assert "error: expected 2 ranks, got 1: " in ended.err
+    assert "check that the hostfile exists and is the one meant" in ended.err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_user_s_loop_under_torchrun(tmp_path: Path, environment: dict[str, str]) -> None:
     """https://github.com/deepspeedai/DeepSpeed/issues/2223: three batches on one rank, two on the other, and a hang."""
     schedule = {"name": "constant", "warmup_steps": 0}

@@ -38,6 +38,7 @@ train:
   stop_after: null            # end at that step with a checkpoint; --resume goes on
   on_nonfinite: stop          # or skip
   evaluate_every: null        # steps; null = at the end only
+  trackers: []                # tensorboard, wandb, mlflow; their files lie in the run's tracking/
 shard:
   backend: auto               # ddp, zero1, zero2, zero3, fsdp
   micro_batch: auto           # accumulation = global_batch_size / (micro_batch x ranks)

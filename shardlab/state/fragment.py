@@ -60,7 +60,7 @@ class StateReader(Protocol):
     def read_into(self, name: str, kind: str, box: Box, destination: Tensor) -> None:
         """Copy the elements of `box` into `destination`, of the box's lengths as its shape (any strides, any device).
 
-        Values are converted to the destination's dtype; no gradient is recorded. Reads only the bytes it needs. Raises
-        UserError where the checkpoint lacks an element of it, or a file is not what its manifest says.
+        Values are converted to the destination's dtype. Reads only the bytes it needs. Raises UserError where the
+        checkpoint lacks an element of it, or a file is not what its manifest says.
         """
         ...

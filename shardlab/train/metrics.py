@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from shardlab.errors import UserError
 from shardlab.train.callbacks import Callback, Evaluation, StepResult
 
 if TYPE_CHECKING:
@@ -54,8 +55,11 @@ class MetricsFile(Callback):
 
     def write(self, row: dict[str, Any]) -> None:
         """Add one row. NaN and infinities become the strings "nan" and "inf": JSON has no numbers for them."""
-        self._file.write(json.dumps({key: spelled(value) for key, value in row.items()}, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({key: spelled(value) for key, value in row.items()}, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"{self._file.name} can't be written: {error.strerror}; make room and --resume") from error
 
     def close(self) -> None:
         """Close the file."""

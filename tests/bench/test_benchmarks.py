@@ -54,6 +54,17 @@ def test_shakespeare(tmp_path: Path) -> None:
     assert 3 < ours < 6
 
 
+@pytest.mark.slow
+def test_checkpoint(tmp_path: Path) -> None:
+    options = ("--size", "tiny", "--rounds", "1", "--micro-batches", "1", "--directory", str(tmp_path))
+    result = report("checkpoint.py", *options)
+    names = ["shardlab fsdp", "DCP (fsdp)", "dd with fsync", "shardlab zero2", "DeepSpeed (zero2)", "dd with fsync"]
+    assert [row[""] for row in result["rows"]] == names
+    assert all(row["save s"] > 0 and row["MiB"] > 8 for row in result["rows"])
+    assert len(result["targets"]) == 8
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_shakespeare_says_in_one_line_that_the_text_is_missing(tmp_path: Path) -> None:
     done = run("shakespeare.py", "--data", str(tmp_path / "no.txt"))
     assert done.returncode == 2

@@ -50,6 +50,7 @@ class Case:
     poison_step: int | None = None  # the last rank's activations are infinite at that step
     forgotten: str | None = None  # the optimizer holds a copy of this tensor instead of the model's own
     idle: str | None = None  # a parameter group with a learning rate of 0
+    groups: tuple[ParameterGroup, ...] = ()
 
 
 @dataclass
@@ -156,7 +157,9 @@ def make_plan(case: Case, global_batch_size: int) -> Plan:
 
 def settings(case: Case) -> OptimizerSettings:
     """The case's optimizer, or a factory of one that holds a stale tensor."""
-    groups = () if case.idle is None else (ParameterGroup(pattern=case.idle, lr=1e-30, weight_decay=0.0),)
+    groups = case.groups
+    if case.idle is not None:
+        groups = (ParameterGroup(pattern=case.idle, lr=1e-30, weight_decay=0.0), *groups)
     chosen: AdamW | SGD = SGD(name="sgd", lr=case.lr, groups=groups)
     if case.optimizer == "adamw":
         chosen = AdamW(lr=case.lr, weight_decay=0.1, groups=groups)

@@ -73,6 +73,5 @@ class Assembled:
     def read_into(self, name: str, kind: str, box: Box, destination: Tensor) -> None:
         """See `StateReader.read_into`."""
         assert tuple(destination.shape) == box.lengths
-        with torch.no_grad():
-            destination.copy_(torch.as_tensor(self.tensors[name, kind][box.slices]))
+        destination.copy_(torch.as_tensor(self.tensors[name, kind][box.slices]))
         self.elements_read += box.numel

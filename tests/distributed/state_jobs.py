@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlab.backends.base import Backend, OptimizerSettings
+from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights
 from shardlab.model.lora import inject
 from shardlab.recipe import SGD, AdamW, LoraSection, ParameterGroup
@@ -68,16 +69,16 @@ def load(case: StateCase, state: Assembled) -> Outcome:
         return replace(_outcome(engine, case, topology), elements_read=state.elements_read)
 
 
-def refuse(case: StateCase, state: Assembled) -> str:
-    """What a user is told of a `state` that can't be loaded."""
-    from shardlab.errors import UserError
-
+def refuse(case: StateCase, states: dict[str, Assembled]) -> dict[str, str]:
+    """What a user is told of each of `states`, none of which can be loaded."""
+    messages = {}
     with _running(case, seed=1) as (engine, _):
-        try:
-            engine.load(state)
-        except UserError as error:
-            return str(error)
-    return "loaded"
+        for name, state in states.items():
+            try:
+                engine.load(state)
+            except UserError as error:
+                messages[name] = str(error)
+    return messages
 
 
 def _outcome(engine: Backend, case: StateCase, topology: Topology) -> Outcome:

@@ -111,14 +111,19 @@ CASES = {
     "offload": StateCase("", offload="cpu"),
     "small parameters kept gathered": StateCase("", threshold=10_000),
 }
+THERE_AND_BACK = [
+    (name, source, target)
+    for name, case in CASES.items()
+    for source, target in RING
+    if not case.threshold or "zero3" in (source, target)
+]
 
 
-@pytest.mark.parametrize(("source", "target"), RING)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "source", "target"), THERE_AND_BACK)
 def test_there_and_back(save: Save, load: Load, case: str, source: str, target: str) -> None:
     first, second = replace(CASES[case], backend=source), replace(CASES[case], backend=target)
     saved = save(first, 2)
-    there = load(saved.state, second, 3)
+    there = load(saved.state, second, 2)
     back = load(there.state, first, 2)
     assert_same_state(there.state, saved.state)
     assert_same_state(back.state, saved.state)
@@ -159,7 +164,7 @@ def test_bf16(save: Save, load: Load, source: str, distance: int) -> None:
     """Masters and moments in every bit, and the same bf16 weights to compute with."""
     target = BACKENDS[(BACKENDS.index(source) + distance) % 5]
     saved = save(StateCase(source, precision="bf16"), 2)
-    loaded = load(saved.state, StateCase(target, precision="bf16"), 2 if distance == 0 else 3)
+    loaded = load(saved.state, StateCase(target, precision="bf16"), 2)
     for (name, kind), value in saved.state.tensors.items():
         if kind != FROZEN:  # FSDP keeps these in fp32, the others in bf16
             assert np.array_equal(loaded.state.tensors[name, kind], value), (name, kind)
@@ -250,13 +255,13 @@ DAMAGES: dict[str, tuple[Callable[[Assembled], Assembled], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_of_another_run_is_refused(save: Save, pools: Pools, backend: str, damage: str) -> None:
-    spoil, expected = DAMAGES[damage]
-    state = spoil(save(StateCase("ddp"), 1).state)
-    for message in pools.run(1, JOBS, "refuse", case=StateCase(backend), state=state):
-        assert re.search(expected, message), message
+def test_what_is_of_another_run_is_refused(save: Save, pools: Pools, backend: str) -> None:
+    state = save(StateCase("ddp"), 1).state
+    states = {damage: spoil(state) for damage, (spoil, _) in DAMAGES.items()}
+    for messages in pools.run(1, JOBS, "refuse", case=StateCase(backend), states=states):
+        assert messages.keys() == DAMAGES.keys()
+        assert [m for damage, m in messages.items() if not re.search(DAMAGES[damage][1], m)] == []
 
 
 def test_the_counter_of_collectives_counts(pools: Pools) -> None:

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from shardlab.backends import zero_config
+from shardlab.recipe import ParameterGroup
 from tests.distributed.compare import (
     BACKENDS,
     SHARDING,
@@ -24,12 +26,17 @@ FROZEN = (
     "model.layers.0.self_attn.q_proj.weight",
     "model.layers.1.input_layernorm.weight",
 )
+GROUPS = (
+    ParameterGroup(pattern="*norm*", lr=1e-3, weight_decay=0.0),
+    ParameterGroup(pattern="model.layers.1.*", lr=3e-2),
+)
 VARIANTS = {
     "without clipping": replace(ADAMW, optimizer="sgd", lr=0.5, clip=None),
     "tied embedding": replace(ADAMW, model="tied llama"),
     "dropout": replace(ADAMW, dropout=0.3),
     "recompute": replace(ADAMW, recompute="full"),
     "frozen tensors": replace(ADAMW, freeze=FROZEN),
+    "parameter groups": replace(ADAMW, groups=GROUPS),
     "incomplete last window": replace(ADAMW, data="incomplete"),
     "ranks without targets": replace(ADAMW, data="lopsided"),
     "evaluation before the first step": replace(ADAMW, evaluate_first=True),
@@ -68,6 +75,17 @@ def test_zero3_with_small_parameters_kept_gathered(run: Run, threshold: int, eva
 @pytest.mark.parametrize("backend", ["ddp", "fsdp", "zero3"])
 def test_other_models(run: Run, backend: str, model: str) -> None:
     assert_as_in_one_process(run, Case(backend=backend, model=model, micro=2, dropout=0.3))
+
+
+def test_groups_do_something(run: Run) -> None:
+    """As with dropout. A group's first step with Adam is its own rate: sign(gradient) x lr, whatever the gradient."""
+    case = replace(VARIANTS["parameter groups"], steps=1, clip=None)
+    result = run(case)[0]
+    moved = {name: np.abs(result.after[name] - result.before[name]).max() for name in result.before}
+    assert moved["model.norm.weight"] == pytest.approx(1e-3, rel=1e-3)
+    assert moved["model.layers.1.input_layernorm.weight"] == pytest.approx(1e-3, rel=1e-3), "the first that matches"
+    assert moved["model.layers.1.mlp.up_proj.weight"] == pytest.approx(3e-2, rel=2e-2)
+    assert moved["model.layers.0.mlp.up_proj.weight"] == pytest.approx(1e-2, rel=2e-2)
 
 
 def test_dropout_does_something(run: Run) -> None:

@@ -180,6 +180,13 @@ def test_two_half_precisions_at_once_are_an_error() -> None:
     assert "fp16.enabled and bf16.enabled are both true" in error.message
 
 
+def test_a_precision_that_is_given_stays_the_only_one() -> None:
+    """https://github.com/huggingface/transformers/issues/39849: bf16, a default, was added to an fp16 config."""
+    values = config(fp16={"enabled": True})
+    assert warnings_and_errors(values) == []
+    assert "bf16" not in resolve_auto(values, {"hidden_size": 8})[0]
+
+
 # Offload. https://github.com/deepspeedai/DeepSpeed/pull/2971
 
 

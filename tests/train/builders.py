@@ -67,7 +67,23 @@ def scores() -> nn.Module:
     return Scores()
 
 
-both
+def normed() -> nn.Module:
+    """Has buffers."""
+    return Normed()
+
+
+class SlowScores(Scores):
+    """Takes its time in training."""
+
+    def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        if self.training:
+            time.sleep(0.2)
+        return super().forward(batch)
+
+
+def slow_scores() -> nn.Module:
+    """A step of two micro-batches takes nearly half a second."""
+    return SlowScores()
 
 
 def nan_at_step_3() -> nn.Module:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardlab import Callback, Engine
 from shardlab.backends import zero_config
@@ -22,6 +23,7 @@ from shardlab.train.callbacks import Evaluation, StepResult
 from shardlab.train.run import setup_from_recipe, train
 from tests.distributed.jobs import state_elements
 from tests.train.loop import Outcome, through_engine
+from tests.train.support import TINY
 
 Array = NDArray[np.float32]
 PROBE = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]]
@@ -97,10 +99,13 @@ def save_late(recipe: Path, directory: Path) -> None:
     engine.close()
 
 
-def train_run(recipe: Path, output: Path) -> dict[str, Any] | str | None:
+def train_run(
+    recipe: Path, output: Path, overrides: Sequence[str] = (), world_size: int = 2, resume: str | None = None
+) -> dict[str, Any] | str | None:
     """`shardlab train` on this rank: the summary where it is told, or what the user is told."""
+    loaded = load_recipe(recipe, overrides)
     try:
-        return train(load_recipe(recipe), output, world_size=2, say=lambda _: None)
+        return train(loaded, output, world_size=world_size, resume=resume, say=lambda _: None)
     except UserError as error:
         return str(error)
 
@@ -109,6 +114,26 @@ def user_loop(recipe: Path, backend: str, shares: Sequence[Sequence[int]], direc
     """A user's own loop over the batches that are this rank's share."""
     engine = Engine.from_recipe(recipe, overrides=[f"shard.backend={backend}"])
     return through_engine(engine, shares[engine.topology.rank], directory)
+
+
+def own_loop_that_resumes(recipe: Path, output: Path, backend: str, stop: int) -> list[float | None]:
+    """A user's own loop up to step `stop`, over a loader that starts anew in each life; the losses of this life."""
+    with Engine.from_recipe(recipe, overrides=[f"shard.backend={backend}"], output=output) as engine:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = LlamaForCausalLM(LlamaConfig(**TINY))
+        rank, world = engine.topology.rank, engine.topology.world_size
+        ids = torch.randint(64, (8, world, 2, 16), generator=torch.Generator().manual_seed(0))
+        batches = ({"input_ids": batch[rank], "labels": batch[rank]} for batch in ids)
+        _, _, windows = engine.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batches)
+        engine.load_state()
+        losses: list[float | None] = []
+        for window in windows:
+            losses.append(engine.step(window))
+            if engine.steps_done == stop:
+                break
+        engine.save_state()
+    return losses
 
 
 def rates(recipe: Path, accumulation: int) -> list[float]:
