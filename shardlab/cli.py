@@ -336,6 +336,23 @@ def export_checkpoint(
     typer.echo(f"model: {output}")
 
 
+@checkpoint_app.command(name="convert")
+def convert_checkpoint(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="A ZeRO checkpoint of DeepSpeed (stages 0 to 3), or a model directory.")
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="Where to make the checkpoint, in a new directory.")],
+) -> None:
+    """Another tool's checkpoint as one of ours, to go on from at any backend and world size. Runs no code of it.
+
+    Example: `shardlab checkpoint convert deepspeed-run converted`, then `shardlab train recipe.yaml --resume converted
+    --reset-schedule`
+    """
+    from shardlab.checkpoint.convert import convert
+
+    typer.echo(f"checkpoint: {convert(source, output)}")
+
+
 @checkpoint_app.command(name="diff")
 def diff_checkpoints(
     first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint, or a run.")],
