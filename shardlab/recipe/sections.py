@@ -383,6 +383,8 @@ class CheckpointSection(Section):
     """The newest so many are kept, and the best by evaluation besides."""
     asynchronous: bool = True
     """Write in the background, from a copy in host memory."""
+    grace_seconds: PositiveFloat = 300.0
+    """After a signal to the launcher, how long the ranks may take to save before they are ended."""
     on_failure: Literal["stop", "continue"] = "stop"
     """A save that fails, on a full disk say, ends the run; or it goes on, and fails at its end."""
 

@@ -52,6 +52,7 @@ checkpoint:
   every: 100                  # steps; null = only when the run is stopped
   keep: 2                     # newest; the best by evaluation is kept besides
   asynchronous: true          # write in the background
+  grace_seconds: 300          # to save in, after a signal to the launcher
   on_failure: stop            # of a save (disk full, say); or continue, and fail at the end
 """
 

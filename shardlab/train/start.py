@@ -45,7 +45,13 @@ def start(
 
     command = [sys.executable, "-m", "shardlab", *arguments]
     resumed = [argument for argument in command if not argument.startswith("--resume")]
-    return launch(command, count, max_restarts=max_restarts, restart_command=[*resumed, "--resume=auto"])
+    return launch(
+        command,
+        count,
+        stop_grace_seconds=recipe.checkpoint.grace_seconds,
+        max_restarts=max_restarts,
+        restart_command=[*resumed, "--resume=auto"],
+    )
 
 
 def is_taken(output: Path, resume: str | None) -> bool:
