@@ -13,8 +13,9 @@ READY := .venv/.ready
 .PHONY: demo test check lint clean
 
 demo: $(READY)
-	$(BIN)/shardlab train recipes/demo.yaml --nproc 2 --set train.steps=100 --set train.precision=bf16 --output $(DEMO)/longest
-	$(BIN)/shardlab generate $(DEMO)/longest/model --tokens 12 --prompt "import os$$(printf '\nimport ')"
+	$(BIN)/shardlab train recipes/demo.yaml --nproc 2 --output $(DEMO)/longest --set train.steps=600 \
+		--set train.global_batch_size=4 --set shard.micro_batch=2 --set train.precision=bf16 --set train.optimizer.lr=2e-3
+	$(BIN)/shardlab generate $(DEMO)/longest/model --tokens 8 --prompt "        return"
 	$(BIN)/shardlab compare recipes/demo.yaml --nproc 2 --output $(DEMO)/compare
 
 test: $(READY)
