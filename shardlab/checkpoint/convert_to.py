@@ -40,7 +40,9 @@ def convert_to(directory: Path, output: Path, tool: str, world_size: int | None 
             else:
                 from shardlab.checkpoint.zero_write import ZeRO3Files
 
-                ZeRO3Files(reader, world_size).write(partial)
+                train = reader.manifest.recipe.get("train")
+                bf16 = isinstance(train, dict) and train.get("precision") == "bf16"
+                ZeRO3Files(reader, world_size, bf16=bf16).write(partial)
         partial.rename(output)
         LocalStorage().sync_directory(output.parent)
     finally:

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 from collections import OrderedDict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ SUB_GROUP_ELEMENTS = 10**9  # DeepSpeed's default `sub_group_size`, which cuts b
 class ZeRO3Files:
     """Writes the checkpoint of `reader` for `ranks` ranks. Raises UserError for another optimizer than AdamW."""
 
-    def __init__(self, reader: CheckpointReader, ranks: int, sub_group_elements: int = SUB_GROUP_ELEMENTS):
+    def __init__(
+        self, reader: CheckpointReader, ranks: int, *, bf16: bool = False, sub_group_elements: int = SUB_GROUP_ELEMENTS
+    ):
         self._reader = reader
         self._ranks = ranks
         self._entries = {e.name: e for e in reader.manifest.tensors if e.kind in (MASTER, FROZEN, BUFFER)}
@@ -49,8 +52,7 @@ class ZeRO3Files:
             self._subgroups += cut
             self._param_groups.append({**group, "params": list(range(first, len(self._subgroups)))})
         self._frozen = [e for e in self._entries.values() if e.kind != BUFFER and e.name not in grouped]
-        train = reader.manifest.recipe.get("train")
-        self._bf16 = isinstance(train, dict) and train.get("precision") == "bf16"
+        self._bf16 = bf16  # DeepSpeed looks for files of another name then
 
     def write(self, directory: Path) -> None:
         """Write `latest` and the tag's directory into `directory`, synced."""
@@ -109,7 +111,7 @@ class ZeRO3Files:
             "dp_world_size": self._ranks,
             "mp_world_size": 1,
             "ds_config": {},
-            "ds_version": _version(),
+            "ds_version": version("deepspeed"),
         }
 
     def _optimizer(self, rank: int, scratch: Path) -> dict[str, Any]:
@@ -135,7 +137,7 @@ class ZeRO3Files:
                 "fp32_flat_groups": masters,
             },
             "ds_config": {},
-            "ds_version": _version(),
+            "ds_version": version("deepspeed"),
         }
 
     def _steps(self, names: list[str]) -> float:
@@ -167,12 +169,6 @@ class ZeRO3Files:
         for box in boxes_of_range(entry.shape, start, stop):
             self._reader.read_into(entry.name, kind, box, into[done : done + box.numel].view(box.lengths))
             done += box.numel
-
-
-def _version() -> str:
-    from deepspeed.version import version
-
-    return str(version)
 
 
 def _save(content: dict[str, Any], path: Path) -> None:
