@@ -11,7 +11,7 @@ from shardlab.state.fragment import BUFFER, FROZEN, MASTER, Fragment, StateReade
 from shardlab.state.share import shares
 
 VALUES = (MASTER, FROZEN)  # one thing of a tensor, whether it was trained or not
-_ANY_VALUE = (*VALUES, BUFFER)  # other tools' files don't tell buffers from parameters
+ANY_VALUE = (*VALUES, BUFFER)  # other tools' files don't tell buffers from parameters
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ def read_held(held: Iterable[Held], reader: StateReader) -> None:
         there = reader.kinds(one.name)
         for kind, state in one.states.items():
             source: str | None = kind
-            if kind in _ANY_VALUE:
-                source = next((value for value in (kind, *_ANY_VALUE) if value in there), None)
+            if kind in ANY_VALUE:
+                source = next((value for value in (kind, *ANY_VALUE) if value in there), None)
                 if source is None and kind in VALUES:
                     raise UserError(f"the checkpoint has no value of the tensor {one.name}")
             if source is not None and source in there:
