@@ -339,18 +339,40 @@ def export_checkpoint(
 @checkpoint_app.command(name="convert")
 def convert_checkpoint(
     source: Annotated[
-        Path, typer.Argument(metavar="IN", help="A ZeRO checkpoint of DeepSpeed (stages 0 to 3), or a model directory.")
+        Path,
+        typer.Argument(
+            metavar="IN",
+            help="A checkpoint of DeepSpeed ZeRO (stages 0 to 3) or PyTorch DCP, a model directory; with --to, ours.",
+        ),
     ],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="Where to make the checkpoint, in a new directory.")],
+    to: Annotated[
+        str | None,
+        typer.Option(metavar="dcp|zero3", help="Write another tool's checkpoint: PyTorch DCP's, or ZeRO-3's."),
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(metavar="N", help="With --to zero3: how many ranks load it.")
+    ] = None,
 ) -> None:
-    """Another tool's checkpoint as one of ours, to go on from at any backend and world size. Runs no code of it.
+    """Another tool's checkpoint as one of ours, to go on from at any backend and world size; or ours as another's.
+
+    Nothing that a file brings is run.
 
     Example: `shardlab checkpoint convert deepspeed-run converted`, then `shardlab train recipe.yaml --resume converted
-    --reset-schedule`
+    --reset-schedule`; and back: `shardlab checkpoint convert runs/demo deepspeed-run --to zero3 --world-size 2`
     """
     from shardlab.checkpoint.convert import convert
+    from shardlab.checkpoint.convert_to import convert_to
+    from shardlab.checkpoint.inspect import chosen
+    from shardlab.errors import UserError
 
-    typer.echo(f"checkpoint: {convert(source, output)}")
+    if to is None and world_size is not None:
+        raise UserError("--world-size is of --to zero3: a checkpoint of ours goes on at any number of ranks")
+    if to is None:
+        typer.echo(f"checkpoint: {convert(source, output)}")
+        return
+    convert_to(chosen(source), output, to, world_size)
+    typer.echo(f"checkpoint: {output}")
 
 
 @checkpoint_app.command(name="diff")

@@ -1,7 +1,7 @@
-"""Other tools' checkpoints -> one of ours: DeepSpeed's ZeRO checkpoints, and Hugging Face model directories.
+"""Other tools' checkpoints -> one of ours: DeepSpeed's ZeRO, PyTorch's DCP, and Hugging Face model directories.
 
-Their tensors are mapped, not loaded, and written piece by piece. What they lack (the schedule, the position in the
-data) the checkpoint lacks too: a run that goes on from it takes the recipe's.
+Their tensors are mapped or read one by one, never loaded together, and written piece by piece. What they lack (the
+schedule, the position in the data) the checkpoint lacks too: a run that goes on from it takes the recipe's.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from shardlab.checkpoint.save import Contents, Saver
+from shardlab.checkpoint.dcp_files import DCPFiles
+from shardlab.checkpoint.dcp_metadata import METADATA
+from shardlab.checkpoint.layout import parts_of
+from shardlab.checkpoint.save import Contents, Saver, run_course
 from shardlab.checkpoint.zero_files import ZeROFiles, tag_directory
 from shardlab.errors import UserError
 from shardlab.state.box import whole
@@ -36,9 +40,22 @@ def convert(source: Path, root: Path) -> Path:
             return Saver(root).save(zero.contents(), zero.fragments)
         except (RuntimeError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise UserError(f"{source} is no checkpoint of DeepSpeed that can be read: {error!r}") from error
+    if (source / METADATA).exists() or (source / METADATA).is_symlink():
+        return _convert_dcp(source, root)
     files = _model_files(source)
     contents = Contents(step=0, attachments=_attachments(source), parent=str(source))
     return Saver(root).save(contents, lambda: _model_fragments(files))
+
+
+def _convert_dcp(source: Path, root: Path) -> Path:
+    """Announced first without values, so that each chunk is read once."""
+    try:
+        with closing(DCPFiles(source)) as theirs:
+            saver = Saver(root)
+            draft = saver.begin(theirs.contents(), theirs.announced)
+            return run_course(saver.course(draft, parts_of(theirs.fragments(), saver.file_bytes)), saver.ranks)
+    except (RuntimeError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{source} is no checkpoint of DCP that can be read: {error!r}") from error
 
 
 def _model_files(directory: Path) -> list[Path]:
@@ -59,7 +76,7 @@ def _model_files(directory: Path) -> list[Path]:
             raise UserError(f"{path} is a link, which is not followed")
         if not path.is_file():
             raise UserError(
-                f"{path} is missing: {directory} is neither a model directory nor a checkpoint of DeepSpeed"
+                f"{path} is missing: {directory} is neither a model directory nor a checkpoint of DeepSpeed or DCP"
             )
     return [directory / name for name in names]
 

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from shardlab.errors import UserError
 from shardlab.state.box import Box, boxes_of_range
-from shardlab.state.fragment import FROZEN, MASTER, Fragment, StateReader
+from shardlab.state.fragment import BUFFER, FROZEN, MASTER, Fragment, StateReader
 from shardlab.state.share import shares
 
 VALUES = (MASTER, FROZEN)  # one thing of a tensor, whether it was trained or not
+ANY_VALUE = (*VALUES, BUFFER)  # other tools' files don't tell buffers from parameters
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,15 @@ def fragments_of(held: Sequence[Held], rank: int = 0, ranks: int = 1) -> Iterato
 def read_held(held: Iterable[Held], reader: StateReader) -> None:
     """Read every state of `held` that the reader has, in place; a value must be there.
 
-    The value of a tensor that was frozen and now is trained, or the reverse, is taken as it is.
+    The value of a tensor that was frozen and now is trained, or the reverse, is taken as it is; so is a buffer's.
     """
     for one in held:
         there = reader.kinds(one.name)
         for kind, state in one.states.items():
             source: str | None = kind
-            if kind in VALUES:
-                source = next((value for value in (kind, *VALUES) if value in there), None)
-                if source is None:
+            if kind in ANY_VALUE:
+                source = next((value for value in (kind, *ANY_VALUE) if value in there), None)
+                if source is None and kind in VALUES:
                     raise UserError(f"the checkpoint has no value of the tensor {one.name}")
-            if source in there:
+            if source is not None and source in there:
                 reader.read_into(one.name, source, one.box, state)

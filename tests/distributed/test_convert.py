@@ -11,6 +11,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 from shardlab.checkpoint import CheckpointReader, verify
 from shardlab.checkpoint.convert import convert
+from shardlab.checkpoint.zero_write import ZeRO3Files
 from shardlab.state.box import whole
 from shardlab.state.fragment import BUFFER, FROZEN, MASTER
 from tests.distributed.pool import Pools
@@ -72,3 +73,27 @@ def test_every_stage_holds_the_same_moments(pools: Pools, tmp_path: Path) -> Non
             assert torch.allclose(left, right, rtol=1e-4, atol=1e-8), (entry.name, entry.kind)
     for reader in readers:
         reader.close()
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_deepspeed_takes_what_is_written_for_stage_3(pools: Pools, tmp_path: Path, bf16: bool) -> None:
+    """Its own engine loads it: weights and moments bit for bit, and the losses of the run that never stopped."""
+    theirs, back = tmp_path / "theirs", tmp_path / "back"
+    back.mkdir()
+    losses = pools.run(2, "tests.distributed.zero_jobs", "save_zero", directory=str(theirs), stage=3, bf16=bf16)
+    path = convert(theirs, tmp_path / "ours")
+    with CheckpointReader(path) as reader:
+        ZeRO3Files(reader, 2, bf16=bf16, sub_group_elements=60).write(back)
+        loaded = pools.run(2, "tests.distributed.zero_jobs", "load_zero", directory=str(back), bf16=bf16)
+        assert [then for _, then in loaded] == losses
+        for key, value in loaded[0][0].items():
+            name, kind = key.split("|")
+            assert torch.equal(read(reader, name, kind), value.float()), key
+        assert len(loaded[0][0]) == sum(kind != BUFFER for name in reader.names() for kind in reader.kinds(name))
+        first = reader.manifest
+    again = CheckpointReader(convert(back, tmp_path / "again"))
+    assert {(e.name, e.kind, e.shape) for e in again.manifest.tensors} == {
+        (e.name, e.kind, e.shape) for e in first.tensors
+    }
+    assert (again.manifest.aliases, again.manifest.optimizer) == (first.aliases, first.optimizer)
+    again.close()

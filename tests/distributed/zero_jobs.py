@@ -29,12 +29,21 @@ class Small(nn.Module):
         return logits.float().logsumexp(-1).mean()
 
 
-def save_zero(directory: str, stage: int, bf16: bool) -> None:
-    """Three steps of AdamW with two groups."""
+def save_zero(directory: str, stage: int, bf16: bool) -> list[float]:
+    """Three steps of AdamW with two groups, a save, and three more at stage 3; the losses of these."""
+    engine = _engine(stage, bf16)
+    _train(engine, range(3))
+    engine.save_checkpoint(directory)
+    losses = _train(engine, range(3, 6)) if stage == 3 else []
+    engine.destroy()
+    return losses
+
+
+def _engine(stage: int, bf16: bool) -> Any:
     without_shm_comm()
     import deepspeed
 
-    rank = Topology.detect().rank  # sets LOCAL_RANK, which DeepSpeed asks for
+    Topology.detect()  # sets LOCAL_RANK, which DeepSpeed asks for
     torch.manual_seed(0)
     module = Small()
     own = list(module.a.parameters())
@@ -48,9 +57,44 @@ def save_zero(directory: str, stage: int, bf16: bool) -> None:
         "bf16": {"enabled": bf16},
     }
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    for step in range(3):
-        torch.manual_seed(10 * step + rank)
-        engine.backward(engine(torch.randint(0, 11, (2, 4))))
+    return engine
+
+
+def _train(engine: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        torch.manual_seed(10 * step + engine.global_rank)
+        loss = engine(torch.randint(0, 11, (2, 4)))
+        engine.backward(loss)
         engine.step()
-    engine.save_checkpoint(directory)
+        losses.append(loss.item())
+    return losses
+
+
+def load_zero(directory: str, bf16: bool) -> tuple[dict[str, Tensor], list[float]]:
+    """Load at stage 3; masters and moments whole by "name|kind", and the losses of the next three steps."""
+    engine = _engine(stage=3, bf16=bf16)
+    found, _ = engine.load_checkpoint(directory)
+    assert found is not None
+    assert engine.global_steps == 3
+    result = _gathered(engine), _train(engine, range(3, 6))
     engine.destroy()
+    return result
+
+
+def _gathered(engine: Any) -> dict[str, Tensor]:
+    """Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            found[f"{name}|master"] = safe_get_full_fp32_param(parameter).clone()
+            for kind in ("exp_avg", "exp_avg_sq"):
+                found[f"{name}|{kind}"] = safe_get_full_optimizer_state(parameter, kind).clone()
+        else:
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters(parameter):
+                found[f"{name}|frozen"] = parameter.detach().clone()
+    return found
