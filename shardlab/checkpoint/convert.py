@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -50,10 +49,10 @@ def convert(source: Path, root: Path) -> Path:
 def _convert_dcp(source: Path, root: Path) -> Path:
     """Announced first without values, so that each chunk is read once."""
     try:
-        with closing(DCPFiles(source)) as theirs:
-            saver = Saver(root)
-            draft = saver.begin(theirs.contents(), theirs.announced)
-            return run_course(saver.course(draft, parts_of(theirs.fragments(), saver.file_bytes)), saver.ranks)
+        theirs = DCPFiles(source)
+        saver = Saver(root)
+        draft = saver.begin(theirs.contents(), theirs.announced)
+        return run_course(saver.course(draft, parts_of(theirs.fragments(), saver.file_bytes)), saver.ranks)
     except (RuntimeError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{source} is no checkpoint of DCP that can be read: {error!r}") from error
 

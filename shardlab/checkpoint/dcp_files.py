@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -28,12 +29,11 @@ _OBJECT_BYTES = 64 * 1024**2  # of a list of names, at most
 
 
 class DCPFiles:
-    """The checkpoint in `directory`. Give it back with `close`. Raises UserError."""
+    """The checkpoint in `directory`. Raises UserError."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self._metadata: DCPMetadata = read_metadata(directory)
-        self._open: dict[str, Reader] = {}
         self._check_places()
         self._optimizer_at = self._find_optimizer()
         self.optimizer = self._read_optimizer()
@@ -60,12 +60,6 @@ class DCPFiles:
                     raise UserError(f"{self.directory / place.file} does not hold {key} at byte {place.offset}")
                 yield Fragment(name, kind, tensor.shape, box, value)
                 del value
-
-    def close(self) -> None:
-        """Close the files."""
-        for reader in self._open.values():
-            reader.close()
-        self._open.clear()
 
     # --- the optimizer
 
@@ -184,21 +178,35 @@ class DCPFiles:
 
     def _check_places(self) -> None:
         """Whether every file is there and long enough, before anything is made of what the metadata declares."""
+        sizes: dict[str, int] = {}
         chunks = (place for tensor in self._metadata.tensors.values() for _, place in tensor.chunks)
         for place in (*chunks, *self._metadata.objects.values()):
-            path = self.directory / place.file
-            if place.file not in self._open:
-                try:
-                    self._open[place.file] = LocalStorage().open(path)
-                except OSError as error:
-                    raise UserError(f"{path} can't be read: {error.strerror}") from error
-            size = self._open[place.file].size
-            if place.offset + place.length > size:
-                raise UserError(f"{path} has {size:,} bytes; by the metadata something lies beyond them")
+            if place.file not in sizes:
+                with self._opened(place.file) as reader:
+                    sizes[place.file] = reader.size
+            if place.offset + place.length > sizes[place.file]:
+                size = f"{sizes[place.file]:,}"
+                raise UserError(
+                    f"{self.directory / place.file} has {size} bytes; by the metadata something lies beyond them"
+                )
 
     def _load(self, place: Place) -> Any:
-        stream = io.BufferedReader(_Range(self._open[place.file], place))
-        return load_stream(cast(BinaryIO, stream), place.length, self.directory / place.file)
+        with self._opened(place.file) as reader:
+            stream = io.BufferedReader(_Range(reader, place))
+            return load_stream(cast(BinaryIO, stream), place.length, self.directory / place.file)
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Reader]:
+        """One at a time: there may be a file for each tensor, more than a process may have open."""
+        path = self.directory / name
+        try:
+            reader = LocalStorage().open(path)
+        except OSError as error:
+            raise UserError(f"{path} can't be read: {error.strerror}") from error
+        try:
+            yield reader
+        finally:
+            reader.close()
 
 
 class _Range(io.RawIOBase):
