@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardlab.backends import ddp_footprint, fsdp_footprint, zero_footprint
 from shardlab.backends.placement import Setting
 from shardlab.model.trainable import Trainable
-from shardlab.plan import Footprint, Moment, Plan, Timeline
+from shardlab.plan import ROOT, Footprint, ModelShape, Moment, ParameterShape, Plan, Timeline
 from shardlab.planner.trace import Gradients, Tracer, model_shape
 from shardlab.recipe import SGD, AdamW
 
@@ -67,15 +67,26 @@ class Predictor:
 
     def moments(self, plan: Plan) -> list[Moment]:
         """Every point of a step that could be the highest."""
-        timeline = self._timeline(plan)
-        setting = Setting(self.shape, plan, self._states, timeline, self._accelerator)
-        part: Any = {"ddp": ddp_footprint, "fsdp": fsdp_footprint}.get(plan.backend, zero_footprint)
-        return list(part.footprint(setting))
+        return placed(Setting(self.shape, plan, self._states, self._timeline(plan), self._accelerator))
 
     def footprint(self, plan: Plan) -> Footprint:
         """The highest of them, and the process's memory there."""
         peak = max(self.moments(plan), key=lambda moment: moment.total)
         return _process(peak, plan, accelerator=self._accelerator)
+
+
+def placed(setting: Setting) -> list[Moment]:
+    """What the plan's backend says of it."""
+    part: Any = {"ddp": ddp_footprint, "fsdp": fsdp_footprint}.get(setting.plan.backend, zero_footprint)
+    return list(part.footprint(setting))
+
+
+def floor_bytes(model: nn.Module, plan: Plan, optimizer: AdamW | SGD, *, accelerator: bool) -> int:
+    """State alone, without a trace: what a rank needs at the very least, in the memory that computes."""
+    shapes = [ParameterShape(name, tuple(p.shape), p.requires_grad, ROOT) for name, p in model.named_parameters()]
+    shape = ModelShape(tuple(shapes), 0, has_tail=False)
+    setting = Setting(shape, plan, states_per_element(optimizer), (), accelerator)
+    return max(moment.total for moment in placed(setting))
 
 
 def _process(peak: Moment, plan: Plan, *, accelerator: bool) -> Footprint:

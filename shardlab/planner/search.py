@@ -57,12 +57,16 @@ class Survey:
         return next(iter(sorted((c for c in self.candidates if c.fits), key=_rank)), None)
 
 
-def predictor(recipe: Recipe, machine: Machine) -> Predictor:
-    """Footprints of this recipe's model, batch and optimizer. Raises UserError for a model that can't be planned."""
+def predictor(recipe: Recipe, machine: Machine, vocabulary: int | None = None) -> Predictor:
+    """Footprints of this recipe's model, batch and optimizer.
+
+    `vocabulary` is the tokenizer's, where it is known better than by its name. Raises UserError for a model that can't
+    be planned.
+    """
     data = recipe.data
     if data.builder is not None:
         raise UserError("data.builder: a plan needs rows of known length; it is for language models so far")
-    vocabulary = nominal_vocabulary(data.tokenizer)
+    vocabulary = nominal_vocabulary(data.tokenizer) if vocabulary is None else vocabulary
 
     module = make_trainable(build_shell(recipe.model, vocabulary=vocabulary, sequence_length=data.sequence_length))
 

@@ -26,7 +26,7 @@ def text(found: Survey, *, every: bool = False) -> str:
     machine = found.machine
     lines = [
         f"{found.parameters / 1e6:,.1f}M parameters, {found.trainable / 1e6:,.1f}M of them trained; "
-        f"{machine.ranks} x {_gib(machine.memory_bytes)} GiB ({machine.name})",
+        f"{machine.ranks} x {gib(machine.memory_bytes)} GiB ({machine.name})",
         "predicted peak of a rank in GiB, low to high, and by kind at the moment of the peak; what does not fit is over"
         " by the figure in the last column",
         "",
@@ -93,12 +93,12 @@ def settings(plan: Plan) -> str:
 
 def _verdict(candidate: Candidate) -> str:
     footprint = candidate.footprint
-    total = f"{_gib(footprint.low + footprint.libraries)} to {_gib(footprint.high + footprint.libraries)} GiB"
-    return f"{total}, {_gib(candidate.left_bytes)} GiB left" if candidate.fits else f"{total}, {_over(candidate)}"
+    total = f"{gib(footprint.low + footprint.libraries)} to {gib(footprint.high + footprint.libraries)} GiB"
+    return f"{total}, {gib(candidate.left_bytes)} GiB left" if candidate.fits else f"{total}, {_over(candidate)}"
 
 
 def _over(candidate: Candidate) -> str:
-    return f"over by {_gib(-candidate.left_bytes)} GiB"
+    return f"over by {gib(-candidate.left_bytes)} GiB"
 
 
 def _shortest(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -125,15 +125,16 @@ def _table(candidates: Sequence[Candidate]) -> list[str]:
                 "+".join(moved) or "-",
                 plan.recompute,
                 str(plan.micro_batch),
-                f"{_gib(footprint.low + footprint.libraries)}-{_gib(footprint.high + footprint.libraries)}",
-                *(_gib(sizes.get(kind, 0)) for kind in kinds),
-                "yes" if candidate.fits else _gib(-candidate.left_bytes),
+                f"{gib(footprint.low + footprint.libraries)}-{gib(footprint.high + footprint.libraries)}",
+                *(gib(sizes.get(kind, 0)) for kind in kinds),
+                "yes" if candidate.fits else gib(-candidate.left_bytes),
             ]
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """With as many digits as matter."""
     value = size / _GIB
     return f"{value:.3f}" if abs(value) < 1 else f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
