@@ -8,7 +8,7 @@ own that is always there. In fp32 the masters are a second copy of the rank's pa
 from collections.abc import Iterator
 
 from shardlab.backends.placement import BF16, FP32, INT64, Setting, largest, moment, span_name, spans, trained
-from shardlab.backends.zero_config import BUCKET_ELEMENTS, FEWEST_BUCKETS, PERSISTENCE_THRESHOLD
+from shardlab.backends.zero_config import PERSISTENCE_THRESHOLD, bucket_elements
 from shardlab.plan import ROOT, Bytes, Kind, Moment, Span
 
 
@@ -19,12 +19,6 @@ def footprint(setting: Setting) -> Iterator[Moment]:
         yield from _Stage3(setting).moments()
     else:
         yield from _whole_weights(setting, stage)
-
-
-def bucket_elements(setting: Setting) -> int:
-    """As in `zero_config`."""
-    total = setting.model.numel()
-    return max(2, min(BUCKET_ELEMENTS, total // FEWEST_BUCKETS) // 2 * 2)
 
 
 def _whole_weights(setting: Setting, stage: int) -> Iterator[Moment]:
@@ -43,7 +37,7 @@ def _whole_weights(setting: Setting, stage: int) -> Iterator[Moment]:
     host: Bytes = state if setting.accelerator and offload else {}
     if not host:
         resident = {kind: resident.get(kind, 0) + state.get(kind, 0) for kind in {**resident, **state}}
-    bucket = bucket_elements(setting) * FP32
+    bucket = bucket_elements(setting.model.numel()) * FP32
     in_place = stage == 1 and size == BF16
     if in_place:
         resident["gradients"] = resident.get("gradients", 0) + flat * FP32
@@ -51,7 +45,7 @@ def _whole_weights(setting: Setting, stage: int) -> Iterator[Moment]:
     elif stage == 1:
         yield from _stage_1(setting, resident, host)
         # The rank's part of them is copied into a tensor of its own; on a CPU its pages come as those copied from go.
-        copied = 0 if offload else part * FP32 if setting.accelerator else part * FP32 // 2
+        copied = part * FP32 if setting.accelerator and not offload else 0
         after: Bytes = {"communication": bucket, "gradients": trainable * FP32 + copied}
         yield moment("reduction of the gradients", resident, after, host=host)
     else:
@@ -101,7 +95,7 @@ class _Stage3:
         self._setting = setting
         self._world = setting.plan.world_size
         self._size = setting.compute_size
-        self._bucket = bucket_elements(setting)
+        self._bucket = bucket_elements(setting.model.numel())
 
     def moments(self) -> Iterator[Moment]:
         setting, model, world = self._setting, self._setting.model, self._world
@@ -113,6 +107,8 @@ class _Stage3:
             "moments": trainable * FP32 * setting.states,
             "gradients": trainable * FP32,
         }
+        if setting.plan.offload.optimizer == "cpu":
+            state["gradients"] *= 2  # added up on the device, then handed to the optimizer on the host
         small = sum(p.numel for p in model.parameters if p.numel < PERSISTENCE_THRESHOLD)
         resident: dict[Kind, int] = {"communication": small * self._size + self._bucket * FP32}
         host: dict[Kind, int] = {}

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.errors import UserError
-from shardlab.plan import Plan
 from shardlab.planner.machine import Machine, parse_hardware, this_machine
 from shardlab.planner.resolve import resolve
 from shardlab.planner.search import Survey, survey
@@ -53,8 +52,3 @@ def _adapted(recipe: Recipe | None, model: Path | None, sequence_length: int | N
         values["data"] = {**values.get("data", {}), "tokenizer": "bytes"}
         values["train"] = {"global_batch_size": SEQUENCES_PER_RANK * machine.ranks}
     return Recipe.from_dict(values)
-
-
-def own_plan(recipe: Recipe, machine: Machine) -> Plan:
-    """What `recipe` resolves to there."""
-    return resolve(recipe, world_size=machine.ranks)

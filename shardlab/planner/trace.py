@@ -17,10 +17,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
+from shardlab.errors import UserError
 from shardlab.model.trainable import Recompute, Trainable
 from shardlab.plan import ROOT, Bytes, Kind, ModelShape, ParameterShape, Precision, Span, Timeline
 
@@ -29,6 +36,12 @@ from shardlab.plan import ROOT, Bytes, Kind, ModelShape, ParameterShape, Precisi
 Gradients = Literal["buffers", "each", "units"]
 
 _TRACED_BLOCKS = 3
+_NO_TRACE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 
 
 def model_shape(module: Trainable) -> ModelShape:
@@ -63,14 +76,22 @@ class Tracer:
     def timeline(
         self, batch: Mapping[str, Tensor], precision: Precision, gradients: Gradients, recompute: Recompute
     ) -> Timeline:
-        """The spans of one micro-batch shaped as `batch`, in order."""
+        """The spans of one micro-batch shaped as `batch`, in order.
+
+        Raises UserError where the forward pass depends on values.
+        """
         self._module.set_recompute(recompute)
         packed = "position_ids" in batch and _is_packed(batch)
         with self._mode, _documents_unseen(packed=packed):
             self._fake_parameters(torch.bfloat16 if precision == "bf16" else torch.float32)
             fake = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
-            run = _Run(self._module, gradients)
-            spans = run.spans(fake)
+            try:
+                spans = _Run(self._module, gradients).spans(fake)
+            except _NO_TRACE as error:
+                raise UserError(
+                    f"{self._module.architecture} looks at values in its forward pass, which a trace without memory "
+                    f"has not ({' '.join(str(error).split())[:80]}): its memory can't be predicted"
+                ) from error
         return tuple(_extended(spans, self._blocks)) if self._repeats else tuple(spans)
 
     def _fake_parameters(self, dtype: torch.dtype) -> None:

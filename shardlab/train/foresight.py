@@ -48,7 +48,10 @@ class Foresight:
         least = floor_bytes(model, self._plan, self._recipe.train.optimizer, accelerator=self._machine.accelerator)
         if least < WORTH_A_TRACE * self._machine.memory_bytes or self._unknown() is not None:
             return None
-        own = assess(self._plan, self._predict(), self._machine)
+        try:
+            own = assess(self._plan, self._predict(), self._machine)
+        except UserError:  # a model that has no trace: `compare` says so
+            return None
         short = own.footprint.low - own.footprint.high - own.left_bytes
         if short <= 0:
             return None
@@ -83,8 +86,8 @@ class Foresight:
         if reason is None:
             try:
                 footprint = self._predict().footprint(self._plan)
-            except RuntimeError as error:  # a model whose forward pass asks for values, which a fake tensor has not
-                reason = " ".join(str(error).split())[:120]
+            except UserError as error:  # a model that has no trace
+                reason = str(error)
             else:
                 inside = f"predicted {_mib(footprint.low)} to {_mib(footprint.high)}, in the {footprint.moment}"
                 return _as_dict(footprint), f"{said}; {inside}"

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shardlab.backends.base import Job
 from shardlab.backends.ddp import DDPBackend
 from shardlab.data.window import MicroBatch, Window
+from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights
 from shardlab.model.trainable import Recompute, Summed, Trainable, make_trainable
 from shardlab.plan import ROOT, Plan, Precision, Timeline
@@ -114,6 +115,19 @@ def test_a_plain_module_is_traced_too() -> None:
     batch = {"pixels": torch.zeros(2048, 64), "labels": torch.zeros(2048, dtype=torch.long)}
     predicted = highest(Tracer(Summed(Classifier())).timeline(batch, "fp32", "buffers", "none"))
     assert predicted == pytest.approx(allocated(Summed(Classifier()), batch, "fp32"), rel=0.01)
+
+
+class Selective(Classifier):
+    """Its forward pass asks for a value."""
+
+    def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+        return super().forward(batch) if float(batch["pixels"].sum()) >= 0 else (batch["pixels"].sum(), 1)
+
+
+def test_a_model_that_looks_at_values_is_refused_in_one_line() -> None:
+    batch = {"pixels": torch.zeros(8, 64), "labels": torch.zeros(8, dtype=torch.long)}
+    with pytest.raises(UserError, match="Selective looks at values in its forward pass"):
+        Tracer(Summed(Selective())).timeline(batch, "fp32", "buffers", "none")
 
 
 @pytest.mark.parametrize("gradients", ["buffers", "each", "units"])
