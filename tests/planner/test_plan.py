@@ -1,6 +1,9 @@
 """`shardlab plan`: the survey of candidates, its choice, and the command."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,3 +128,21 @@ def test_the_command_prints_a_table_and_json(config: Path, tmp_path: Path) -> No
         footprint = candidate["footprint"]
         assert footprint["low"] <= footprint["middle"] <= footprint["high"]
         assert footprint["tensors"] == sum(footprint["bytes"].values())
+
+
+@pytest.mark.slow
+def test_seventy_billion_parameters_are_planned_in_little_memory(tmp_path: Path) -> None:
+    """Half a terabyte of state; nothing of it is made. How long it takes is a benchmark's matter."""
+    llama = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 8192, "intermediate_size": 28672,
+             "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(llama))
+    asked = ["plan", "--model", str(path), "--seq", "2048", "--hardware", "64xH100-80G", "--json"]
+    process = subprocess.Popen([sys.executable, "-m", "shardlab", *asked], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found = json.loads(process.stdout.read())
+    _pid, process.returncode, used = os.wait4(process.pid, 0)
+    assert process.returncode == 0
+    assert found["parameters"] == pytest.approx(69e9, rel=0.01)
+    assert found["best"]["backend"] in ("fsdp", "zero3")
+    assert used.ru_maxrss * 1024 < 2 * GIB
