@@ -1,7 +1,9 @@
 """The plan: where training state lives and how a step runs. Pure data; `planner` makes it, `backends` carry it out."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from math import prod
+from typing import Literal, get_args
 
 BackendName = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 Precision = Literal["fp32", "bf16"]
@@ -37,3 +39,105 @@ class Plan:
     seed: int = 0
     timeout_seconds: float = 600.0
     reasons: tuple[str, ...] = ()  # one line for each value that was "auto": what it became and why
+
+
+Kind = Literal[
+    "parameters", "gradients", "masters", "moments", "activations", "head", "communication", "temporaries", "libraries"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Bytes = Mapping[Kind, int]
+
+ROOT = 0  # the unit of what is in no other: embeddings that are tied, a norm before the blocks
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """One parameter, a tied one once. `unit`: `ROOT`, a block's number from 1, or one of `ModelShape`'s."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    unit: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a backend has to place: the parameters in the module's order, and the units that it may gather."""
+
+    parameters: tuple[ParameterShape, ...]
+    blocks: int
+    has_tail: bool
+
+    @property
+    def tail(self) -> int:
+        """The unit of final norm, head and loss; empty where the head is tied."""
+        return self.blocks + 1
+
+    @property
+    def embedding(self) -> int:
+        """The unit of an embedding of its own."""
+        return self.blocks + 2
+
+    def numel(self, *, trainable: bool | None = None) -> int:
+        """Elements of all parameters, or of those that are trained, or are not."""
+        return sum(p.numel for p in self.parameters if trainable in (None, p.trainable))
+
+    def unit(self, index: int) -> tuple[ParameterShape, ...]:
+        """The parameters of one unit."""
+        return tuple(p for p in self.parameters if p.unit == index)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One segment's forward or backward pass in one micro-batch; bytes of tensors that are no parameters.
+
+    `segment` is `ROOT`, a block's number or `ModelShape.tail`. `entry` and `exit` are live at its borders, `peak` at
+    its highest point.
+    """
+
+    phase: Literal["forward", "backward"]
+    segment: int
+    entry: Bytes
+    peak: Bytes
+    exit: Bytes
+
+
+Timeline = tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point of a step and the bytes that one rank's tensors take there, by kind."""
+
+    name: str
+    bytes: Bytes
+    host: Bytes = field(default_factory=dict)  # on the host, where that is another memory: offloaded state
+
+    @property
+    def total(self) -> int:
+        """Of all kinds."""
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Predicted peak of one rank.
+
+    `bytes` by kind at the moment of the peak, and in `host` what is offloaded to another memory. `tensors` is what the
+    allocator hands out at most. The process's memory, above its libraries, lies between `low` and `high`.
+    """
+
+    moment: str
+    bytes: Bytes
+    host: Bytes
+    tensors: int
+    low: int
+    middle: int
+    high: int
+    libraries: int  # beside the tensors, in the same memory: code and its data, or a device's context
+    host_libraries: int  # with an accelerator: the same of the process on the host

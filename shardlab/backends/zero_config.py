@@ -16,6 +16,11 @@ BUCKET_ELEMENTS = 6_553_600
 FEWEST_BUCKETS = 8
 
 
+def bucket_elements(total: int) -> int:
+    """Elements in a bucket for a model of `total`; DeepSpeed refuses an odd number (stages 1 and 2) and none at all."""
+    return max(2, min(BUCKET_ELEMENTS, total // FEWEST_BUCKETS) // 2 * 2)
+
+
 def deepspeed_config(plan: Plan, sizes: Sequence[int], *, accelerator: bool | None = None) -> dict[str, Any]:
     """A config for `deepspeed.initialize`, also usable with the `deepspeed` command and the HF Trainer.
 
@@ -47,8 +52,7 @@ def deepspeed_config(plan: Plan, sizes: Sequence[int], *, accelerator: bool | No
 
 
 def _zero(plan: Plan, stage: int, largest: int, total: int, accelerator: bool) -> dict[str, Any]:
-    # DeepSpeed refuses an odd number of elements (stages 1 and 2) and none at all.
-    bucket = max(2, min(BUCKET_ELEMENTS, total // FEWEST_BUCKETS) // 2 * 2)
+    bucket = bucket_elements(total)
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     # Pinned memory and streams to overlap on are an accelerator's; on a CPU overlapping only costs a second bucket.
     pinned = overlap = accelerator

@@ -138,3 +138,11 @@ def tokenizer_directory(name: str) -> PreTrainedTokenizerFast:
             f"data.tokenizer: the tokenizer in {directory} has no eos token to end documents with; set one and save it"
         )
     return tokenizer
+
+
+def nominal_vocabulary(kind: str) -> int:
+    """Entries of the tokenizer that `data.tokenizer` names, without training it; a small corpus may have fewer."""
+    match = _BPE_NAME.fullmatch(kind)
+    if match is not None:
+        return int(match[1]) * 1024
+    return len(_byte_tokenizer()) if kind == "bytes" else len(tokenizer_directory(kind))

@@ -23,7 +23,7 @@ from transformers import (
 
 from shardlab.errors import UserError
 from shardlab.model.checkpoint import directory_weights, load_buffers
-from shardlab.model.deferred import Weights, build_deferred
+from shardlab.model.deferred import Weights, build_deferred, meta_parameters
 from shardlab.model.lora import AdaptedWeights, inject
 from shardlab.model.presets import COMMON, PRESETS
 from shardlab.recipe import ModelSection
@@ -57,6 +57,29 @@ def build_model(
             _load_the_rest(Path(section.path), model)
     freeze(model, section.freeze)
     return model, weights
+
+
+def build_shell(section: ModelSection, *, vocabulary: int, sequence_length: int) -> nn.Module:
+    """`section`'s model without values: its parameters on the meta device, as large and as trainable as in a run.
+
+    No weights are read. Raises UserError as `build_model` does.
+    """
+    if section.builder is not None:
+        build = _import_builder(section.builder)
+    else:
+        config = _config(section, vocabulary, None)
+        _check_length(config, sequence_length)
+        config.vocab_size = max(config.vocab_size, vocabulary)
+        lora = section.lora
+
+        def build() -> nn.Module:
+            model = _from_config(config)
+            return model if lora is None else inject(model, lora)
+
+    with meta_parameters():
+        model = build()
+    freeze(model, section.freeze)
+    return model
 
 
 def _load_the_rest(directory: Path, model: Any) -> None:

@@ -125,7 +125,7 @@ def build_deferred(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module
     `seed`.
     """
     recorder = _Recorder()
-    with _fixed_generator(seed), _meta_parameters(), recorder:
+    with _fixed_generator(seed), meta_parameters(), recorder:
         module = build()
     shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
     programs: dict[str, list[_Operation]] = {}
@@ -155,7 +155,7 @@ def _fixed_generator(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def _meta_parameters() -> Iterator[None]:
+def meta_parameters() -> Iterator[None]:
     """Put each parameter on the meta device as it is registered; buffers stay real.
 
     Accelerate's `init_empty_weights` does the same but makes a new parameter at each registration, which unties tied

@@ -5,6 +5,7 @@ chunks of tokens, and since the denominator is known before the first backward p
 while its logits are still there. The backward pass only hands out what the forward pass left.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -55,6 +56,10 @@ class HeadLoss(nn.Module):
         )
         return result
 
+    def chunks(self, tokens: int) -> Iterable[slice]:
+        """The rows of each chunk. What only follows memory puts a shorter list in place of it: all take the same."""
+        return (slice(start, min(start + self.chunk_tokens, tokens)) for start in range(0, tokens, self.chunk_tokens))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """The whole logits (batch, sequence, vocabulary), as the model itself would return them."""
         for norm in self.norms:
@@ -86,8 +91,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         gradients = _Gradients(hidden, weight, bias, module) if differentiate else None
-        for start in range(0, hidden.shape[0], module.chunk_tokens):
-            rows = slice(start, min(start + module.chunk_tokens, hidden.shape[0]))
+        for rows in module.chunks(hidden.shape[0]):
             part = hidden[rows]
             logits = torch.nn.functional.linear(part, weight, bias)
             loss, logits_gradient = _chunk_loss(logits, targets[rows], denominator, module, differentiate)

@@ -73,6 +73,12 @@ class Trainable(nn.Module):
             if not any(parameter is head for name, parameter in self.named_parameters() if "tail." not in name):
                 raise RuntimeError("sharding has untied the head from the embedding: they would drift apart")
 
+    def set_recompute(self, recompute: Recompute) -> None:
+        """Another policy for the steps to come."""
+        for block in self.blocks:
+            assert isinstance(block.forward, _BlockForward)
+            block.forward.recompute = recompute
+
     def _finish(self, model: nn.Module, aliases: dict[str, str], seed: int, recompute: Recompute) -> None:
         """The last step of every constructor."""
         self.architecture = type(model).__name__
@@ -94,10 +100,10 @@ class _BlockForward:
         self._forward = forward
         self._random = random
         self._index = index
-        self._recompute = recompute
+        self.recompute = recompute
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._recompute == "full" and torch.is_grad_enabled():
+        if self.recompute == "full" and torch.is_grad_enabled():
             # Not re-entrant: gradients also flow where the embedding below is frozen.
             return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         return self._run(*args, **kwargs)

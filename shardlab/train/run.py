@@ -33,6 +33,7 @@ from shardlab.train.checkpointing import (
     restore,
 )
 from shardlab.train.engine import Engine
+from shardlab.train.foresight import Foresight
 from shardlab.train.metrics import MetricsFile, Progress, spelled
 from shardlab.train.start import is_taken, taken_message
 
@@ -78,6 +79,9 @@ def _train(
     say(describe(engine.plan))
     model, weights = build_from_recipe(engine, data)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    vocabulary = len(data.tokenizer) if data.tokenizer is not None else 0
+    foresight = Foresight(recipe, engine.plan, engine.topology, vocabulary)
+    foresight.refuse_what_cannot_fit(model)
     claim(output, engine.topology, resume=resume)
     # Files come after all that may refuse the recipe: an empty directory is free for the next try.
     _setup(engine, data, model, weights)
@@ -105,14 +109,17 @@ def _train(
     if stop is None:
         engine.save()
     checkpoints.finish()
+    base, peak = per_rank(engine.base_bytes, engine.topology), per_rank(run.peak_bytes, engine.topology)
+    predicted, memory = foresight.compare(base, peak) if main else (None, "")
     summary = run.summary() | {
         "parameters": parameters,
         "backend": engine.plan.backend,
         "world_size": engine.plan.world_size,
         "resumed_from": {"path": str(found.path), "step": start} if found is not None else None,
         "stopped": None if stop is None else stop.why,
-        "base_memory_bytes": per_rank(engine.base_bytes, engine.topology),
-        "peak_memory_bytes": per_rank(run.peak_bytes, engine.topology),
+        "base_memory_bytes": base,
+        "peak_memory_bytes": peak,
+        "predicted_memory_bytes": predicted,
         "data": data.report.as_dict(),
         "model": "model" if stop is None else None,
         "shardlab": __version__,
@@ -120,6 +127,7 @@ def _train(
     summary = {key: spelled(value) for key, value in summary.items()}
     if main:
         _write_json(output / "summary.json", summary)
+        say(memory)
     if stop is not None:
         say(f"stopped after step {engine.steps_done} ({stop.why}); checkpoint: {stop.checkpoint}")
         say(f"to go on: the same command with --output {output} --resume auto")

@@ -36,6 +36,14 @@ def test_memory_by_backend() -> None:
 
 
 @pytest.mark.slow
+def test_plan_accuracy() -> None:
+    (row,) = report("plan_accuracy.py", "--size", "tiny")["rows"]
+    assert row["cell"] == "tiny ddp x1 fp32 1 x 1"
+    assert 0 < row["tensors"] < row["middle"]
+    assert row["measured"] > 0
+
+
+@pytest.mark.slow
 def test_overhead() -> None:
     result = report("overhead.py", "--models", "tiny", "--precisions", "fp32", "--rounds", "1", "--block", "1")
     losses = {row["contestant"]: row["loss"] for row in result["rows"]}

@@ -1,0 +1,108 @@
+"""What `FSDPBackend.prepare` and a step of it allocate: torch's `fully_shard`, read in torch 2.13.
+
+A unit is gathered into one flat buffer and copied out of it into its parameters. In the forward pass the flat buffer
+stays until the next unit's has arrived; in the backward pass the next unit's is there already (it is prefetched). A
+unit's gradients are whole until its backward pass has ended, then copied into one buffer and reduce-scattered; that
+buffer stays until the next unit's turn. gloo reduces a copy of it.
+"""
+
+from collections.abc import Iterator
+
+from shardlab.backends.placement import FP32, INT64, Setting, moment, span_name, trained
+from shardlab.plan import ROOT, Bytes, Kind, Moment, ParameterShape, Span
+
+GRADIENTS = "units"
+
+
+def footprint(setting: Setting) -> Iterator[Moment]:
+    """Shards of masters, gradients and moments; one or two units whole at a time."""
+    yield from _Sharded(setting).moments()
+
+
+class _Sharded:
+    def __init__(self, setting: Setting):
+        self._setting = setting
+        self._model = setting.model
+        self._ranks = setting.plan.world_size // setting.plan.replicas
+        self._tail = setting.model.tail
+        self._offload = setting.accelerator and setting.plan.offload.parameters == "cpu"
+
+    def _shard(self, parameters: tuple[ParameterShape, ...]) -> int:
+        """Elements on one rank: rows are shared out, the last share padded."""
+        return sum(-(-p.shape[0] // self._ranks) * (p.numel // max(1, p.shape[0])) for p in parameters if p.shape)
+
+    def _whole(self, unit: int) -> int:
+        """Bytes of a unit's gathered parameters."""
+        return self._shard(self._model.unit(unit)) * self._ranks * self._setting.compute_size
+
+    def _flat(self, unit: int) -> int:
+        """Bytes of the buffer that they are gathered in; a single rank copies without one."""
+        return self._whole(unit) if self._ranks > 1 else 0
+
+    def _reduced(self, unit: int) -> int:
+        """Bytes of the buffer that a unit's gradients are reduced from."""
+        return self._shard(trained(self._model.unit(unit))) * self._ranks * FP32
+
+    def moments(self) -> Iterator[Moment]:
+        everything, trainable = self._model.parameters, trained(self._model.parameters)
+        shards: dict[Kind, int] = {
+            "parameters": self._shard(everything) * FP32,
+            "moments": self._shard(trainable) * FP32 * self._setting.states,
+        }
+        gradients = self._shard(trainable) * FP32
+        resident, host = (dict[Kind, int](), shards | {"gradients": gradients}) if self._offload else (shards, {})
+        collected = gradients if self._setting.plan.accumulation > 1 and not self._offload else 0
+        before = 0  # the buffer of the unit before, still being reduced
+        for span in self._setting.timeline:
+            if span.phase == "forward":
+                own: dict[Kind, int] = {"gradients": collected, "communication": self._forward(span.segment)}
+                yield moment(span_name(span, self._model), resident, own, span.peak, host=host)
+                continue
+            around = self._backward(span.segment)
+            own = {"gradients": collected, "communication": around + before}
+            yield moment(span_name(span, self._model), resident, own, span.peak, host=host)
+            for unit in self._units(span.segment):
+                yield from self._reduce(span, unit, {**resident}, collected, around, host)
+                before = self._reduced(unit) or before
+                if self._setting.plan.accumulation == 1 and not self._offload:
+                    collected += self._reduced(unit) // self._ranks
+        shares = [self._shard((p,)) for p in trainable]
+        update: Bytes = {"temporaries": max(shares, default=0) * INT64, "gradients": 0 if self._offload else gradients}
+        yield moment("the first update", resident, update, host=host)
+
+    def _units(self, segment: int) -> tuple[int, ...]:
+        return (self._model.embedding, ROOT) if segment == ROOT else (segment,)
+
+    def _forward(self, segment: int) -> int:
+        always = self._whole(ROOT)
+        if segment == ROOT:
+            return always + self._whole(self._model.embedding) + self._flat(self._model.embedding)
+        keeps = self._setting.plan.reshard_after_forward
+        before = 0 if keeps else sum(self._whole(unit) for unit in range(1, min(segment, self._tail)))
+        return always + before + self._whole(segment) + (self._flat(segment) or self._flat(ROOT))
+
+    def _backward(self, segment: int) -> int:
+        """Gathered while a segment's backward pass runs."""
+        always = self._whole(ROOT)
+        if segment == ROOT:
+            return always
+        if not self._setting.plan.reshard_after_forward:
+            return always + sum(self._whole(unit) for unit in range(1, segment + 1))
+        ahead = self._flat(segment - 1) if segment > 1 else 0
+        return always + self._whole(segment) + ahead
+
+    def _reduce(
+        self, span: Span, unit: int, resident: Bytes, collected: int, around: int, host: Bytes
+    ) -> Iterator[Moment]:
+        """A unit's parameters go, its gradients are copied, then the copy is reduced and they go."""
+        buffer, gone = self._reduced(unit), 0 if unit == ROOT else self._whole(unit)
+        if not buffer:
+            return
+        name = f"reduce-scatter after the {span_name(span, self._model)}"
+        around -= gone if span.segment != ROOT else 0
+        held: Bytes = {"gradients": collected}
+        yield moment(name, resident, held, span.exit, {"communication": around + buffer}, host=host)
+        left: Bytes = {kind: size for kind, size in span.exit.items() if kind != "gradients"}
+        copy = 0 if self._setting.accelerator or self._ranks == 1 else buffer
+        reduced: Bytes = {"communication": around + buffer + copy, "gradients": collected + buffer // self._ranks}
+        yield moment(name, resident, left, reduced, host=host)

@@ -1,0 +1,111 @@
+"""A plan's footprint: the trace of a micro-batch, the backend's placement, and what neither can see.
+
+Truth has two layers. What the allocator hands out (`Footprint.tensors`) is counted: the trace agrees with the
+allocator's own events. The process's memory is that and a term that was measured, not derived (`process.json`).
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from importlib import resources
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardlab.backends import ddp_footprint, fsdp_footprint, zero_footprint
+from shardlab.backends.placement import Setting
+from shardlab.model.trainable import Trainable
+from shardlab.plan import ROOT, Footprint, ModelShape, Moment, ParameterShape, Plan, Timeline
+from shardlab.planner.trace import Gradients, Tracer, model_shape
+from shardlab.recipe import SGD, AdamW
+
+_PROCESS: dict[str, Any] = json.loads(resources.files("shardlab.planner").joinpath("process.json").read_text())
+
+
+def states_per_element(optimizer: AdamW | SGD) -> int:
+    """Numbers that an optimizer keeps beside each element that it trains."""
+    if isinstance(optimizer, AdamW):
+        return 2
+    return 1 if optimizer.momentum else 0
+
+
+def gradients_of(plan: Plan) -> Gradients:
+    """What becomes of a weight's gradient, as the trace is to run it."""
+    if plan.backend == "ddp":
+        return "buffers"
+    if plan.backend == "fsdp":
+        return "units"
+    return "units" if plan.backend == "zero1" and plan.precision == "fp32" else "each"
+
+
+class Predictor:
+    """Footprints of plans for one model and one shape of batch. Traces are kept: plans share most of them.
+
+    `module` is of no use afterwards; `batch(micro_batch)` gives tensors shaped as the run's.
+    """
+
+    def __init__(
+        self,
+        module: Trainable,
+        batch: Callable[[int], Mapping[str, Tensor]],
+        optimizer: AdamW | SGD,
+        *,
+        accelerator: bool = False,
+    ):
+        self.shape = model_shape(module)
+        self._tracer = Tracer(module)
+        self._batch = batch
+        self._states = states_per_element(optimizer)
+        self._accelerator = accelerator
+        self._timelines: dict[tuple[Any, ...], Timeline] = {}
+
+    def _timeline(self, plan: Plan) -> Timeline:
+        key = (plan.recompute, plan.micro_batch, plan.precision, gradients_of(plan))
+        if key not in self._timelines:
+            batch = self._batch(plan.micro_batch)
+            self._timelines[key] = self._tracer.timeline(batch, plan.precision, gradients_of(plan), plan.recompute)
+        return self._timelines[key]
+
+    def moments(self, plan: Plan) -> list[Moment]:
+        """Every point of a step that could be the highest."""
+        return placed(Setting(self.shape, plan, self._states, self._timeline(plan), self._accelerator))
+
+    def footprint(self, plan: Plan) -> Footprint:
+        """The highest of them, and the process's memory there."""
+        peak = max(self.moments(plan), key=lambda moment: moment.total)
+        return _process(peak, plan, accelerator=self._accelerator)
+
+
+def placed(setting: Setting) -> list[Moment]:
+    """What the plan's backend says of it."""
+    part: Any = {"ddp": ddp_footprint, "fsdp": fsdp_footprint}.get(setting.plan.backend, zero_footprint)
+    return list(part.footprint(setting))
+
+
+def floor_bytes(model: nn.Module, plan: Plan, optimizer: AdamW | SGD, *, accelerator: bool) -> int:
+    """State alone, without a trace: what a rank needs at the very least, in the memory that computes."""
+    shapes = [ParameterShape(name, tuple(p.shape), p.requires_grad, ROOT) for name, p in model.named_parameters()]
+    shape = ModelShape(tuple(shapes), 0, has_tail=False)
+    setting = Setting(shape, plan, states_per_element(optimizer), (), accelerator)
+    return max(moment.total for moment in placed(setting))
+
+
+def _process(peak: Moment, plan: Plan, *, accelerator: bool) -> Footprint:
+    """The process around the tensors: scratch of kernels, memory that malloc keeps for itself, whole pages."""
+    measured = _PROCESS["accelerator" if accelerator else ("alone" if plan.world_size == 1 else "ranks")]
+    term, libraries = measured[plan.precision], _PROCESS["libraries"]
+    host = libraries["zero"] if plan.backend.startswith("zero") else libraries["other"]
+    passing = sum(peak.bytes.get(kind, 0) for kind in ("activations", "head", "temporaries"))
+    extra = round(term["bytes"] + term["passing_share"] * passing)
+    spread = round(term["spread_bytes"] + term["spread_share"] * peak.total)
+    middle = peak.total + extra
+    return Footprint(
+        moment=peak.name,
+        bytes=peak.bytes,
+        host=peak.host,
+        tensors=peak.total,
+        low=max(0, middle - spread),
+        middle=middle,
+        high=middle + spread,
+        libraries=_PROCESS["context"] if accelerator else host,
+        host_libraries=host if accelerator else 0,
+    )

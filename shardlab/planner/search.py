@@ -1,0 +1,158 @@
+"""The ways to train one model on given machines: each with its predicted peak, and which of those that fit is best.
+
+There is no model of time yet, so the choice follows a rule that is printed with it: what recomputes or moves less comes
+first. `RULE` says it in words, `_rank` in code.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from shardlab.data.tokenizer import nominal_vocabulary
+from shardlab.errors import UserError
+from shardlab.model.build import build_shell
+from shardlab.model.trainable import make_trainable
+from shardlab.plan import BackendName, Footprint, Offload, Plan
+from shardlab.planner.machine import Machine
+from shardlab.planner.predict import Predictor
+from shardlab.recipe import Recipe
+
+RULE = (
+    "least recomputed, then least offloaded, then the backend that communicates least "
+    "(ddp, zero1, zero2, fsdp, zero3), then the largest micro-batch; there is no prediction of time yet"
+)
+MICRO_BATCHES = (1, 2, 4, 8)
+BACKENDS: tuple[BackendName, ...] = ("ddp", "zero1", "zero2", "fsdp", "zero3")  # by what they send
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and what it takes. `left_bytes`: memory of a rank that stays free at the interval's upper end."""
+
+    plan: Plan
+    footprint: Footprint
+    left_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Also at the upper end of the interval."""
+        return self.left_bytes >= 0
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All candidates, the recipe's own first if there is one; and the best that fits."""
+
+    machine: Machine
+    parameters: int
+    trainable: int
+    own: Candidate | None
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate | None:
+        """By `RULE`."""
+        return next(iter(sorted((c for c in self.candidates if c.fits), key=_rank)), None)
+
+
+def predictor(recipe: Recipe, machine: Machine, vocabulary: int | None = None) -> Predictor:
+    """Footprints of this recipe's model, batch and optimizer.
+
+    `vocabulary` is the tokenizer's, where it is known better than by its name. Raises UserError for a model that can't
+    be planned.
+    """
+    data = recipe.data
+    if data.builder is not None:
+        raise UserError("data.builder: a plan needs rows of known length; it is for language models so far")
+    vocabulary = nominal_vocabulary(data.tokenizer) if vocabulary is None else vocabulary
+
+    module = make_trainable(build_shell(recipe.model, vocabulary=vocabulary, sequence_length=data.sequence_length))
+
+    def batch(micro_batch: int) -> dict[str, Tensor]:
+        return row_shapes(micro_batch, data.sequence_length, packed=data.packing)
+
+    return Predictor(module, batch, recipe.train.optimizer, accelerator=machine.accelerator)
+
+
+def row_shapes(micro_batch: int, sequence_length: int, *, packed: bool) -> dict[str, Tensor]:
+    """A micro-batch as training makes it; packed rows hold several documents, and so need a mask."""
+    positions = torch.arange(sequence_length).repeat(micro_batch, 1)
+    if packed and sequence_length > 1:
+        positions[:, sequence_length // 2 :] -= sequence_length // 2
+    tokens = torch.zeros(micro_batch, sequence_length, dtype=torch.long)
+    return {"input_ids": tokens, "targets": tokens, "position_ids": positions}
+
+
+def assess(plan: Plan, predictor: Predictor, machine: Machine) -> Candidate:
+    """The plan's footprint against the machine's memory."""
+    footprint = predictor.footprint(plan)
+    left = machine.memory_bytes - footprint.high - footprint.libraries
+    if machine.accelerator:
+        left = min(left, machine.host_bytes - sum(footprint.host.values()) - footprint.host_libraries)
+    return Candidate(plan, footprint, left)
+
+
+def survey(recipe: Recipe, machine: Machine, own: Plan | None = None, predict: Predictor | None = None) -> Survey:
+    """Every candidate for `recipe` on `machine`, and the plan that the recipe itself resolves to.
+
+    `predict`, where there is one for this recipe and kind of machine already, saves building the model again.
+    """
+    predict = predict or predictor(recipe, machine)
+    base = own if own is not None else _base(recipe, machine.ranks)
+    found = tuple(assess(plan, predict, machine) for plan in candidates(base, machine))
+    return Survey(
+        machine,
+        predict.shape.numel(),
+        predict.shape.numel(trainable=True),
+        assess(own, predict, machine) if own is not None else None,
+        found,
+    )
+
+
+def _base(recipe: Recipe, ranks: int) -> Plan:
+    train = recipe.train
+    share = max(1, train.global_batch_size // ranks)
+    clip, seed = train.clip_grad_norm, train.seed
+    return Plan("ddp", ranks, 1, share, share * ranks, train.precision, clip_grad_norm=clip, seed=seed)
+
+
+def candidates(base: Plan, machine: Machine) -> Iterator[Plan]:
+    """Plans that differ from `base` in backend, offload, recompute and micro-batch."""
+    share = base.accumulation * base.micro_batch
+    sizes = [size for size in MICRO_BATCHES if share % size == 0]
+    for backend in BACKENDS if base.world_size > 1 or machine.accelerator else BACKENDS[:1]:
+        for offload in _offloads(backend, machine):
+            for recompute in ("none", "full"):
+                for size in sizes:
+                    yield replace(
+                        base,
+                        backend=backend,
+                        offload=offload,
+                        recompute="full" if recompute == "full" else "none",
+                        micro_batch=size,
+                        accumulation=share // size,
+                        replicas=1,
+                        reasons=(),
+                    )
+
+
+def _offloads(backend: BackendName, machine: Machine) -> Iterator[Offload]:
+    """On a CPU there is nowhere else to put anything."""
+    yield Offload()
+    if machine.accelerator and backend in ("zero1", "zero2"):
+        yield Offload(optimizer="cpu")
+    if machine.accelerator and backend in ("zero3", "fsdp"):
+        yield Offload("cpu", "cpu")
+
+
+def _rank(candidate: Candidate) -> tuple[int, int, int, int]:
+    plan = candidate.plan
+    offloaded = (plan.offload.parameters == "cpu") + (plan.offload.optimizer == "cpu")
+    return plan.recompute == "full", offloaded, BACKENDS.index(plan.backend), -plan.micro_batch
+
+
+def nearest(candidates: Sequence[Candidate]) -> Candidate:
+    """Of those that do not fit, the one that misses by the least."""
+    return max(candidates, key=lambda candidate: candidate.left_bytes)

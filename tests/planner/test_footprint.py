@@ -1,0 +1,122 @@
+"""What each backend allocates, by arithmetic: against sums done by hand, and as it moves with ranks and adapters."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from shardlab.backends import ddp_footprint, fsdp_footprint, zero_footprint
+from shardlab.backends.placement import Setting
+from shardlab.plan import BackendName, ModelShape, Moment, Offload, ParameterShape, Plan, Span
+
+BLOCK = 1_000_000
+SHAPE = ModelShape(
+    (
+        ParameterShape("embedding", (1000, 500), True, 4),
+        *(ParameterShape(f"block.{i}", (1000, 1000), True, i) for i in (1, 2)),
+        ParameterShape("head", (1000, 500), True, 3),
+    ),
+    blocks=2,
+    has_tail=True,
+)
+TOTAL = 3_000_000
+EMPTY = tuple(
+    Span(phase, segment, {}, {}, {})
+    for phase, segments in (("forward", (0, 1, 2, 3)), ("backward", (3, 2, 1, 0)))
+    for segment in segments
+)
+PLAN = Plan("ddp", 2, 1, 1, 2, "fp32")
+PARTS_OF_ALL: tuple[BackendName, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+PARTS = {"ddp": ddp_footprint, "fsdp": fsdp_footprint}
+
+
+def setting(backend: BackendName, **changes: object) -> Setting:
+    return Setting(SHAPE, replace(PLAN, backend=backend, **changes), 2, EMPTY)
+
+
+def moments(of: Setting) -> list[Moment]:
+    return list(PARTS.get(of.plan.backend, zero_footprint).footprint(of))
+
+
+def peak(of: Setting) -> Moment:
+    return max(moments(of), key=lambda moment: moment.total)
+
+
+def states(of: Setting) -> int:
+    """What is there all the time."""
+    kinds = ("parameters", "masters", "moments", "gradients")
+    return min(sum(moment.bytes.get(kind, 0) for kind in kinds) for moment in moments(of))
+
+
+def test_one_model_on_every_rank_in_fp32() -> None:
+    assert states(setting("ddp")) == TOTAL * (4 + 4 + 8)
+    first = next(moment for moment in moments(setting("ddp")) if moment.name == "the first update")
+    assert first.bytes["temporaries"] == BLOCK * 8
+
+
+def test_bf16_adds_masters_to_a_copy_that_computes() -> None:
+    assert states(setting("ddp", precision="bf16")) == TOTAL * (2 + 4 + 4 + 8)
+
+
+def test_fsdp_shards_everything_and_gathers_a_unit() -> None:
+    found = peak(setting("fsdp"))
+    assert found.bytes["parameters"] == TOTAL * 4 // 2
+    assert found.bytes["moments"] == TOTAL * 8 // 2
+    forward = next(m for m in moments(setting("fsdp")) if m.name == "forward pass of block 2 of 2")
+    assert forward.bytes["communication"] == 2 * BLOCK * 4  # the parameters, and what they were gathered in
+
+
+def test_rows_that_do_not_divide_are_padded() -> None:
+    odd = Setting(
+        ModelShape((ParameterShape("w", (5, 10), True, 0),), 0, False),
+        replace(PLAN, backend="fsdp", world_size=4),
+        2,
+        (),
+    )
+    assert moments(odd)[0].bytes["parameters"] == 2 * 10 * 4
+
+
+@pytest.mark.parametrize("backend", ["zero1", "zero2", "zero3", "fsdp"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_is_sharded_falls_with_the_ranks(backend: BackendName, precision: str) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/4093: an estimate that did not divide."""
+    sizes = [peak(setting(backend, precision=precision, world_size=world)).total for world in (2, 4, 8, 64)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1]
+
+
+@pytest.mark.parametrize(("backend", "precision"), list(product(PARTS_OF_ALL, ("fp32", "bf16"))))
+def test_frozen_weights_have_neither_gradients_nor_optimizer_state(backend: BackendName, precision: str) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/5102: LoRA's state is the adapters'."""
+    adapter = ParameterShape("adapter", (10, 10), True, 1)
+    frozen = tuple(replace(p, trainable=False) for p in SHAPE.parameters)
+    of = setting(backend, precision=precision)
+    lora = replace(of, model=ModelShape((*frozen, adapter), 2, True))
+    for moment in moments(lora):
+        for kind in ("moments", "masters", "gradients"):
+            assert moment.bytes.get(kind, 0) <= 100 * 8
+
+
+@pytest.mark.parametrize("backend", ["zero2", "zero3", "fsdp"])
+def test_offloaded_state_moves_to_the_host_and_is_not_lost(backend: BackendName) -> None:
+    both = Offload("cpu" if backend != "zero2" else "none", "cpu")
+    device = replace(setting(backend), accelerator=True)
+    moved = replace(device, plan=replace(device.plan, offload=both))
+    assert peak(moved).total < peak(device).total
+    assert sum(peak(moved).host.values()) >= TOTAL * 8 // 2
+    on_cpu = replace(moved, accelerator=False)
+    assert not peak(on_cpu).host
+    assert peak(on_cpu).total >= peak(setting(backend)).total * 0.9  # nowhere else to go
+
+
+def test_sgd_without_momentum_keeps_no_moments() -> None:
+    assert all(not m.bytes.get("moments") for m in moments(replace(setting("ddp"), states=0)))
+
+
+@pytest.mark.parametrize("backend", ["ddp", "zero1", "zero2", "zero3", "fsdp"])
+def test_every_moment_has_a_name_and_no_negative_bytes(backend: BackendName) -> None:
+    for precision, world, accumulation in product(("fp32", "bf16"), (1, 2, 3), (1, 4)):
+        of = setting(backend, precision=precision, world_size=world, accumulation=accumulation)
+        for moment in moments(of):
+            assert moment.name
+            assert min(moment.bytes.values()) >= 0

@@ -1,0 +1,83 @@
+"""A run that cannot fit is refused before its weights are made; one that ends tells its prediction beside its peak."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardlab.errors import UserError
+from shardlab.model.build import build_shell
+from shardlab.plan import Plan
+from shardlab.planner.machine import GIB
+from shardlab.recipe import Recipe
+from shardlab.topology import Topology
+from shardlab.train.foresight import Foresight
+from tests.train.support import shardlab, write_recipe
+
+MIB = 2**20
+THIRTY_MILLION: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 8,
+    "tie_word_embeddings": False,
+}
+
+
+def foresee(directory: Path, memory_of_a_rank: int, backend: Any = "ddp") -> None:
+    config = directory / "config.json"
+    config.write_text(json.dumps(THIRTY_MILLION))
+    recipe = Recipe.from_dict(
+        {
+            "model": {"config": str(config)},
+            "data": {"tokenizer": "bytes", "sequence_length": 128},
+            "train": {"global_batch_size": 2, "precision": "fp32"},
+        }
+    )
+    # Two ranks are planned for; this process stands for one of them, without the other to talk to.
+    alone = dataclasses.replace(Topology.detect(), host_memory_bytes=memory_of_a_rank)
+    foresight = Foresight(recipe, Plan(backend, 2, 1, 1, 2, "fp32"), alone, vocabulary=257)
+    foresight.refuse_what_cannot_fit(build_shell(recipe.model, vocabulary=257, sequence_length=128))
+
+
+def test_what_cannot_fit_is_refused_with_what_fits(tmp_path: Path) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/4571: killed by signal 9 and nothing else."""
+    with pytest.raises(UserError) as refused:
+        foresee(tmp_path, 700 * MIB)
+    message = str(refused.value)
+    assert "this plan (ddp, micro-batch 1) does not fit: each of 2 ranks would need about 0." in message
+    assert "and has 0.684; over by" in message
+    assert "What fits: --set shard.backend=" in message
+
+
+def test_a_plan_that_fits_is_not(tmp_path: Path) -> None:
+    foresee(tmp_path, 700 * MIB, "fsdp")
+    foresee(tmp_path, 64 * GIB)
+
+
+def test_where_nothing_fits_that_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no other plan for 2 ranks here fits either"):
+        foresee(tmp_path, 400 * MIB)
+
+
+def test_a_run_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardlab.topology.host_memory_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr("shardlab.train.foresight.WORTH_A_TRACE", 0.0)
+    ended = shardlab("train", write_recipe(tmp_path), "--output", tmp_path / "run")
+    assert ended.code == 2
+    assert "does not fit" in ended.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_ends_with_its_prediction_beside_its_peak(tmp_path: Path) -> None:
+    ended = shardlab("train", write_recipe(tmp_path), "--output", tmp_path / "run")
+    assert ended.code == 0, ended.err
+    assert "MiB above the libraries; predicted " in ended.out
+    predicted = json.loads((tmp_path / "run" / "summary.json").read_text())["predicted_memory_bytes"]
+    assert predicted["low"] <= predicted["middle"] <= predicted["high"]
+    assert predicted["tensors"] == sum(predicted["by_kind"].values()) > 0
+    assert predicted["moment"]
