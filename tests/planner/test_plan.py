@@ -15,7 +15,7 @@ from shardlab.plan import Offload, Plan
 from shardlab.planner import resolve, show
 from shardlab.planner.machine import GIB, Machine, parse_hardware
 from shardlab.planner.predict import Predictor
-from shardlab.planner.search import candidates, predictor, survey
+from shardlab.planner.search import BACKENDS, candidates, predictor, survey
 from shardlab.planner.survey import survey_for
 from shardlab.recipe import Recipe
 
@@ -90,6 +90,24 @@ def test_the_vocabulary_shows_in_the_head_and_not_as_whole_logits(config: Path) 
     moments = predictor(asked, machine(GIB)).moments(plan)
     head = next(m for m in moments if m.name == "forward pass of the head and the loss")
     assert 2 * 64 << 20 < head.bytes["temporaries"] < 1024 * 65536 * 4
+
+
+def test_adapters_alone_have_optimizer_state(tmp_path: Path) -> None:
+    """No weights lie in the directory: a plan reads none."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    asked = Recipe.from_dict(
+        {
+            "model": {"path": str(tmp_path), "lora": {"rank": 4}},
+            "data": {"tokenizer": "bytes", "sequence_length": 64},
+            "train": {"global_batch_size": 2, "precision": "fp32"},
+        }
+    )
+    predict = predictor(asked, machine(GIB))
+    adapters = predict.shape.numel(trainable=True)
+    assert 0 < adapters < predict.shape.numel() / 20
+    for backend in BACKENDS:
+        footprint = predict.footprint(Plan(backend, 2, 1, 1, 2, "fp32"))
+        assert 0 < footprint.bytes["moments"] <= adapters * 8
 
 
 def test_hardware_is_named_and_can_be_added_to(tmp_path: Path) -> None:
