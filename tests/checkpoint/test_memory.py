@@ -28,7 +28,7 @@ def test_a_process_grows_by_its_buffers_and_no_more(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert set(found) == {"save", "verify", "export", "rows", "rows converted", "columns"}
     for what, grown in found.items():
-        assert grown < 2 * BUFFER_BYTES, f"{what} grew by {grown / 1024**2:.1f} MiB"
+        assert grown < 3 * BUFFER_BYTES, f"{what} grew by {grown / 1024**2:.1f} MiB"
 
 
 def converted(root: Path, tensors: int) -> None:
