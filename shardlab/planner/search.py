@@ -95,19 +95,26 @@ def assess(plan: Plan, predictor: Predictor, machine: Machine) -> Candidate:
 
 
 def survey(recipe: Recipe, machine: Machine, own: Plan | None = None, predict: Predictor | None = None) -> Survey:
-    """Every candidate for `recipe` on `machine`, and the plan that the recipe itself resolves to.
+    """Every candidate for `recipe` on `machine` up to the first that does not fit, and the recipe's own plan.
 
     `predict`, where there is one for this recipe and kind of machine already, saves building the model again.
     """
     predict = predict or predictor(recipe, machine)
     base = own if own is not None else _base(recipe, machine.ranks)
-    found = tuple(assess(plan, predict, machine) for plan in candidates(base, machine))
+    found: list[Candidate] = []
+    full: set[tuple[str, Offload, str]] = set()
+    for plan in candidates(base, machine):
+        kind = (plan.backend, plan.offload, plan.recompute)
+        if kind not in full:  # with more sequences at once it would fit still less
+            found.append(assess(plan, predict, machine))
+            if not found[-1].fits:
+                full.add(kind)
     return Survey(
         machine,
         predict.shape.numel(),
         predict.shape.numel(trainable=True),
         assess(own, predict, machine) if own is not None else None,
-        found,
+        tuple(found),
     )
 
 
