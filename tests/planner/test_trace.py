@@ -1,6 +1,6 @@
 """The trace of a step on fake tensors against the allocator's own events in the real step."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -71,6 +71,15 @@ def allocated(module: Trainable, batch: Mapping[str, Tensor], precision: Precisi
 def module_of(module: Trainable) -> nn.Module:
     """Nothing is read of it: the parameters are real already."""
     return module
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Attention's scratch on a CPU is as many buffers as threads: one is what a trace can know."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 CASES = [
