@@ -17,13 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
@@ -36,12 +30,6 @@ from shardlab.plan import ROOT, Bytes, Kind, ModelShape, ParameterShape, Precisi
 Gradients = Literal["buffers", "each", "units"]
 
 _TRACED_BLOCKS = 3
-_NO_TRACE = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
 
 
 def model_shape(module: Trainable) -> ModelShape:
@@ -78,7 +66,7 @@ class Tracer:
     ) -> Timeline:
         """The spans of one micro-batch shaped as `batch`, in order.
 
-        Raises UserError where the forward pass depends on values.
+        Raises UserError where the step can't run on fake tensors.
         """
         self._module.set_recompute(recompute)
         packed = "position_ids" in batch and _is_packed(batch)
@@ -87,10 +75,11 @@ class Tracer:
             fake = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
             try:
                 spans = _Run(self._module, gradients).spans(fake)
-            except _NO_TRACE as error:
+            except Exception as error:
+                # A forward pass that looks at values, which a trace has not; a kernel whose stand-in has rules of its own.
                 raise UserError(
-                    f"{self._module.architecture} looks at values in its forward pass, which a trace without memory "
-                    f"has not ({' '.join(str(error).split())[:80]}): its memory can't be predicted"
+                    f"the memory of {self._module.architecture} can't be predicted: its step has no trace without "
+                    f"memory ({type(error).__name__}: {' '.join(str(error).split())[:80]})"
                 ) from error
         return tuple(_extended(spans, self._blocks)) if self._repeats else tuple(spans)
 
