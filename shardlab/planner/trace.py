@@ -76,7 +76,7 @@ class Tracer:
             try:
                 spans = _Run(self._module, gradients).spans(fake)
             except Exception as error:
-                # A forward pass that looks at values, which a trace has not; a kernel whose stand-in has rules of its own.
+                # A forward pass that looks at values, which a trace has not; a stand-in kernel with other rules.
                 raise UserError(
                     f"the memory of {self._module.architecture} can't be predicted: its step has no trace without "
                     f"memory ({type(error).__name__}: {' '.join(str(error).split())[:80]})"
