@@ -13,8 +13,8 @@ READY := .venv/.ready
 .PHONY: demo test check lint clean
 
 demo: $(READY)
-	$(BIN)/shardlab train recipes/demo.yaml --nproc 2 --output $(DEMO)/longest --set train.steps=600 \
-		--set train.global_batch_size=4 --set shard.micro_batch=2 --set train.precision=bf16 --set train.optimizer.lr=2e-3
+	$(BIN)/shardlab train recipes/demo.yaml --output $(DEMO)/longest --set train.steps=700 --set train.precision=bf16 \
+		--set train.global_batch_size=4 --set train.optimizer.lr=2e-3 --set train.schedule.warmup_steps=10
 	$(BIN)/shardlab generate $(DEMO)/longest/model --tokens 8 --prompt "        return"
 	$(BIN)/shardlab compare recipes/demo.yaml --nproc 2 --output $(DEMO)/compare
 
