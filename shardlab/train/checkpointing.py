@@ -59,7 +59,7 @@ class Checkpoints:
         held = self._section.keep + (self._engine.recipe.train.evaluate_every is not None)
         saves = math.ceil(self._last_step() / self._section.every)
         # The newer one is whole before an older one goes.
-        count = min(saves, held + 1) - len(checkpoints(self.root))
+        count = min(saves, held + 1) - self._ranks.gather(len(checkpoints(self.root)))[0]  # what the first rank sees
         if count > 0 and self._last_step() >= self._section.every:
             self._saver.check_space(count * state_bytes(self._engine))
             self._saver.trial()

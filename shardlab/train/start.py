@@ -32,14 +32,15 @@ def start(
     any process is started, for a recipe that can't run on that many ranks, and for an output that is taken. After a
     failure ranks that were started here start again, `max_restarts` times, and resume.
     """
-    REQUEST.listen()
     if under_launcher():
+        REQUEST.listen()
         return run()
     count = nproc or 1
     check(recipe, count)
     if is_taken(output, resume):
         raise UserError(taken_message(output, resume))
     if count == 1 and not max_restarts:
+        REQUEST.listen()  # only where a run looks at it: our launcher has handlers of its own
         return run()
     from shardlab.runtime.launch import launch
 
