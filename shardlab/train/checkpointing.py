@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,6 @@ class Checkpoints:
         self._say = say
         self._saver = Saver(root, ranks, keep=section.keep)
         self._background = AsyncSaver(self._saver) if section.asynchronous else None
-        self._attachments = engine.model_files() if engine.topology.is_main else {}
         self._saved: int | None = None  # the step of the newest one, being written or whole
         self.failures: list[str] = []
 
@@ -123,6 +122,11 @@ class Checkpoints:
             if self._engine.topology.is_main:
                 self._say(f"a checkpoint was not saved: {error}")
 
+    @cached_property
+    def _attachments(self) -> dict[str, bytes]:
+        """Config and tokenizer, which stay the same; made when the first checkpoint is."""
+        return self._engine.model_files() if self._engine.topology.is_main else {}
+
     def _contents(self, evaluation: float | None) -> Contents:
         engine = self._engine
         return Contents(
@@ -132,7 +136,7 @@ class Checkpoints:
             schedule=schedule_state(engine),
             cursor={"samples": engine.steps_done * engine.plan.global_batch_size, **self._data},
             recipe=engine.recipe.model_dump(mode="json"),
-            plan=json.loads(json.dumps(asdict(engine.plan))),  # tuples become lists
+            plan=asdict(engine.plan),
             versions={name: version(name) for name in _PACKAGES},
             attachments=self._attachments,
             parent=self._parent,
