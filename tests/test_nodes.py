@@ -82,9 +82,13 @@ class Job:
                 )
             self.processes.append(started)
 
-    def wait(self, seconds: float) -> list[int]:
+    def wait(self, seconds: float) -> list[int | None]:
+        """Exit status of each host's launcher; None where it still runs after `seconds`."""
         deadline = time.monotonic() + seconds
-        return [process.wait(max(1.0, deadline - time.monotonic())) for process in self.processes]
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(1.0, deadline - time.monotonic()))
+        return [process.poll() for process in self.processes]
 
     def kill(self) -> None:
         for process in self.processes:
