@@ -236,6 +236,9 @@ def mapped(directory: Path, sequence: int, processes: int) -> Callable[[], int]:
 
 def shardlab(directory: Path, sequence: int) -> Callable[[], int]:
     """`prepare_data`, from the file to rows."""
+    import datasets  # noqa: F401  (prepare_data imports these two when it needs them)
+    import pyarrow.compute  # noqa: F401
+
     from shardlab.data import prepare_data
     from shardlab.recipe import DataSection
 

@@ -53,8 +53,8 @@ class _TextEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._encoder = _encoder(tokenizer)
+        self._before = _opening(self._encoder)
         self._encoder.encode_special_tokens = True  # "<|endoftext|>" in a source file is text, not a document's end
-        self._before = opening(tokenizer)
         self._eos = [tokenizer.eos_token_id]
 
     def __call__(self, samples: Iterable[Sample]) -> Iterator[Encoded]:
@@ -75,7 +75,7 @@ class _InstructEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._encoder = _encoder(tokenizer)
-        self._before = opening(tokenizer)
+        self._before = _opening(self._encoder)
         self._eos = int(tokenizer.eos_token_id)
 
     def __call__(self, samples: Iterable[Instruction]) -> Iterator[Encoded]:
@@ -122,7 +122,10 @@ def _within(offsets: list[tuple[int, int]], spans: Iterable[tuple[int, int]]) ->
 
 def opening(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """The special tokens that a tokenizer puts before a text, mostly none or a BOS."""
-    encoder = _encoder(tokenizer)
+    return _opening(_encoder(tokenizer))
+
+
+def _opening(encoder: Tokenizer) -> list[int]:
     whole = encoder.encode("a", add_special_tokens=True).ids
     bare = encoder.encode("a", add_special_tokens=False).ids
     starts = [start for start in range(len(whole) - len(bare) + 1) if whole[start : start + len(bare)] == bare]
