@@ -11,7 +11,7 @@ from shardlab.checkpoint.manifest import MANIFEST, DamagedError, FileEntry, Mani
 from shardlab.checkpoint.storage import LocalStorage, Reader, Storage
 from shardlab.errors import UserError
 
-READ_BYTES = 4 * 1024**2  # at a time: what verifying holds in memory
+READ_BYTES = 1024**2  # at a time: what verifying holds in memory; no larger piece was faster from a cold cache
 
 
 def read_manifest(directory: Path, storage: Storage | None = None) -> Manifest:
