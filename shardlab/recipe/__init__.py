@@ -1,10 +1,12 @@
 """The recipe: what to do, as one typed YAML file in which every key may be left out.
 
-`sections` holds the keys, their defaults and the contradictions refused; `reading` turns a file and `--set` overrides
-into a `Recipe` and back; `complaints` words what a user has to mend. Importing this package imports no heavy library.
+`sections` holds the keys, their defaults and the contradictions refused, `recipe` the whole of them; `reading` turns a
+file and `--set` overrides into a `Recipe` and back; `complaints` words what a user has to mend. Importing this package
+imports no heavy library.
 """
 
 from shardlab.recipe.reading import dump_recipe, load_recipe, recipe_schema
+from shardlab.recipe.recipe import Recipe
 from shardlab.recipe.sections import (
     SGD,
     AdamW,
@@ -18,7 +20,6 @@ from shardlab.recipe.sections import (
     ModelSection,
     OffloadSection,
     ParameterGroup,
-    Recipe,
     ShardSection,
     TrainSection,
     offload_complaint,

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from shardlab.errors import UserError
 from shardlab.recipe.complaints import explain
-from shardlab.recipe.sections import TOKENIZER_NAMES, Recipe
+from shardlab.recipe.recipe import Recipe
+from shardlab.recipe.sections import TOKENIZER_NAMES
 
 # (section, key) whose values are paths on disk; a tokenizer is one unless it has a name of ours.
 _PATH_KEYS = (

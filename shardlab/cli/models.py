@@ -1,0 +1,70 @@
+"""`eval`, `generate` and `merge`: what is done with a trained model."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardlab.cli.options import Json
+
+
+def evaluate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face model directory.")],
+    files: Annotated[
+        list[str] | None, typer.Option(help="Held-out text files or globs. [default: the standard library's split]")
+    ] = None,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 256,
+    packing: Annotated[bool, typer.Option(help="Several documents in a row, or one, cut at its end.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Loss and perplexity of a model on held-out text.
+
+    Example: `shardlab eval runs/demo/model --files 'notes/*.txt'`
+    """
+    from shardlab.recipe import DataSection
+    from shardlab.train.evaluate import evaluate_directory
+
+    given = tuple(files or ())
+    data = DataSection(
+        files=given,
+        evaluation_files=given,
+        tokenizer=str(directory.absolute()),
+        sequence_length=sequence_length,
+        packing=packing,
+    )
+    result = evaluate_directory(directory, data)
+    text = "loss {loss:.4f}  perplexity {perplexity:.2f}  over {tokens:,} tokens".format(**result)
+    typer.echo(json.dumps(result) if as_json else text)
+
+
+def generate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face model directory.")],
+    prompt: Annotated[str, typer.Option(help="What to go on from.")],
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 40,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+) -> None:
+    """Let a model write on from a prompt.
+
+    Example: `shardlab generate runs/demo/model --prompt 'def read_file('`
+    """
+    from shardlab.train.evaluate import generate as write_on
+
+    typer.echo(write_on(directory, prompt, new_tokens=tokens, temperature=temperature, seed=seed))
+
+
+def merge(
+    adapter: Annotated[
+        Path, typer.Argument(metavar="ADAPTER", help="An adapter directory, as a run with lora saves it.")
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The model directory to write.")],
+) -> None:
+    """Merge LoRA adapters into the model that they were trained on.
+
+    Example: `shardlab merge runs/tuned/model merged-model`
+    """
+    from shardlab.model.lora import merge_directory
+
+    merge_directory(adapter, output)
+    typer.echo(f"model: {output}")

@@ -1,0 +1,33 @@
+"""The whole recipe: its sections, from a mapping such as YAML gives."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from shardlab.errors import UserError
+from shardlab.recipe.complaints import explain
+from shardlab.recipe.sections import CheckpointSection, DataSection, ModelSection, ShardSection, TrainSection
+from shardlab.recipe.sections.base import Section
+
+
+class Recipe(Section):
+    """What to do, whole. Every key may be left out."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    shard: ShardSection = ShardSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], *, where: str = "recipe") -> "Recipe":
+        """The recipe in a mapping such as YAML gives; paths are taken as they are.
+
+        An empty section (null) is one left out. Raises UserError, opening with `where`, for what is not a recipe.
+        """
+        given = {key: value for key, value in raw.items() if value is not None or key not in cls.model_fields}
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise UserError(f"{where}: {explain(error, cls).text}") from error
