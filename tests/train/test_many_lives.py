@@ -1,4 +1,4 @@
-"""One run on two ranks, killed twenty times at random points of its saves. Only by `pytest -m soak`: it takes minutes."""
+"""One run on two ranks, killed twenty times at random points of its saves: `pytest -m soak`, for minutes."""
 
 import random
 import subprocess
