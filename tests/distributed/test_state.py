@@ -3,11 +3,20 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from shardlab.state.fragment import BUFFER, FROZEN, MASTER, OptimizerState
+from shardlab.checkpoint import CheckpointReader, Contents
+from shardlab.checkpoint.layout import assign, parts_of, plan_files
+from shardlab.checkpoint.manifest import MANIFEST
+from shardlab.checkpoint.save import manifest_of
+from shardlab.checkpoint.storage import LocalStorage
+from shardlab.checkpoint.write import write_files
+from shardlab.state.box import Box
+from shardlab.state.fragment import BUFFER, FROZEN, MASTER, Fragment, OptimizerState
 from tests.distributed.compare import BACKENDS, assert_bit_equal, assert_close
 from tests.distributed.pool import Pools
 from tests.distributed.reader import Assembled
@@ -100,6 +109,52 @@ def test_any_to_any(save: Save, load: Load, source: str, n: int, target: str, m:
     if (source, n) == (target, m):
         assert loaded.first.losses == saved.first.losses
     assert_close(loaded.first.losses, saved.first.losses, 1e-6)
+
+
+FILE_BYTES = 4096  # several files of a rank, and tensors that are cut
+
+
+def test_every_checkpoint_gives_every_backend_its_boxes(save: Save, tmp_path: Path) -> None:
+    """All 400 ordered pairs of backend and number of ranks, through the files: each box that a rank of the one holds,
+    and each tensor whole, read from what the ranks of the other wrote."""
+    jobs = [(backend, world) for backend in BACKENDS for world in range(1, 5)]
+    layouts = {job: save(StateCase(job[0]), job[1]) for job in jobs}
+    for number, source in enumerate(layouts.values()):
+        directory = tmp_path / str(number)
+        _write(directory, source)
+        with CheckpointReader(directory) as reader:
+            for target in layouts.values():
+                assert target.state.tensors.keys() == source.state.tensors.keys()
+                boxes = {(piece.name, piece.kind, piece.box) for rank in target.ranks for piece in rank.pieces}
+                whole = {(name, kind, _whole(value)) for (name, kind), value in target.state.tensors.items()}
+                for name, kind, box in boxes | whole:
+                    expected = source.state.tensors[name, kind][box.slices]
+                    read = torch.from_numpy(np.empty_like(expected))
+                    reader.read_into(name, kind, box, read)
+                    assert np.array_equal(read.numpy(), expected), (name, kind, box)
+
+
+def _whole(value: np.ndarray) -> Box:
+    return Box((0,) * value.ndim, value.shape)
+
+
+def _write(directory: Path, saved: Saved) -> None:
+    """What the ranks of a job hold, as their checkpoint."""
+    directory.mkdir()
+    held = [
+        list(
+            parts_of(
+                (Fragment(p.name, p.kind, p.shape, p.box, torch.from_numpy(p.data)) for p in rank.pieces), FILE_BYTES
+            )
+        )
+        for rank in saved.ranks
+    ]
+    shares = assign([[part for part, _ in parts] for parts in held])
+    written = []
+    for rank, (share, parts) in enumerate(zip(shares, held, strict=True)):
+        written += write_files(directory, plan_files(share, rank, FILE_BYTES), parts, LocalStorage())
+    contents = Contents(step=3, optimizer=saved.state.optimizer)
+    (directory / MANIFEST).write_bytes(manifest_of(contents, written).dump())
 
 
 RING = [(source, BACKENDS[(i + 1) % 5]) for i, source in enumerate(BACKENDS)]
