@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from shardlab.runtime.stopping import REQUEST
 from shardlab.topology import announced_rank
 
 BYTES = 257
-MARK_VARIABLE = "SHARDLAB_TEST_MARK"  # names a file that is written just before a rank fails
+MARK_VARIABLE = "SHARDLAB_TEST_MARK"  # names a file that a rank writes just before something happens to it
 
 
 class Scores(nn.Module):
@@ -72,18 +73,32 @@ def normed() -> nn.Module:
     return Normed()
 
 
-class SlowScores(Scores):
-    """Takes its time in training."""
+class HeldScores(Scores):
+    """Stays in a training step until this process is told to stop, if MARK_VARIABLE names a file that isn't there yet.
+
+    The last rank does, in its fifth micro-batch, and writes its process id into the file.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done = 0
 
     def forward(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        if self.training:
-            time.sleep(0.2)
+        self._done += self.training
+        rank, world_size = announced_rank()
+        mark = Path(os.environ.get(MARK_VARIABLE, os.devnull))
+        if self.training and self._done == 5 and rank == world_size - 1 and not mark.exists():
+            partial = mark.with_suffix(".partial")
+            partial.write_text(str(os.getpid()))
+            partial.replace(mark)
+            while not REQUEST.came:
+                time.sleep(0.02)
         return super().forward(batch)
 
 
-def slow_scores() -> nn.Module:
-    """A step of two micro-batches takes nearly half a second."""
-    return SlowScores()
+def held_scores() -> nn.Module:
+    """For a job that something happens to in the middle of a step."""
+    return HeldScores()
 
 
 def nan_at_step_3() -> nn.Module:

@@ -1,6 +1,7 @@
 """Runs that stop and go on: the run of one that never stopped, to the last bit."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,20 @@ from safetensors.torch import load_file
 from shardlab.checkpoint import CheckpointReader, verify
 from shardlab.data import prepare_data
 from shardlab.recipe import load_recipe
-from tests.train.support import REPOSITORY, losses, metrics, shardlab, steps, write_recipe, write_text
+from tests.train.builders import MARK_VARIABLE
+from tests.train.support import (
+    JOB_VARIABLE,
+    LIMIT_SECONDS,
+    REPOSITORY,
+    Ended,
+    end_job,
+    losses,
+    metrics,
+    shardlab,
+    steps,
+    write_recipe,
+    write_text,
+)
 
 # Dropout shows whether random numbers go on where they were; two tensors of one shape have rates of their own.
 MODEL = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32, "vocab_size": 257}
@@ -234,78 +248,92 @@ def test_a_finished_run_is_left_alone(straight: tuple[Path, Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def slow_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(recipe, directory) of a run whose steps take some time."""
-    directory = tmp_path_factory.mktemp("slow")
+def held_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(recipe, directory) of a run whose model stays in a step where a test asks for it; here nothing does."""
+    directory = tmp_path_factory.mktemp("held")
     train = TRAIN | {"optimizer": {"lr": 1e-2}}
-    recipe = write(directory, model={"config": None, "builder": "tests.train.builders:slow_scores"}, train=train)
+    recipe = write(directory, model={"config": None, "builder": "tests.train.builders:held_scores"}, train=train)
     go(recipe, directory / "run")
     return recipe, directory / "run"
 
 
-def command(recipe: Path, output: Path, *arguments: str) -> list[str]:
-    """`shardlab train`, for a process of its own."""
-    return [sys.executable, "-m", "shardlab", "train", str(recipe), "--output", str(output), *arguments]
+class Held:
+    """`shardlab train` in processes of its own, until its last rank stays in a step, of which it has done two."""
 
+    def __init__(self, recipe: Path, directory: Path, *arguments: str):
+        mark = directory / "mark"
+        command = [sys.executable, "-m", "shardlab", "train", str(recipe), "--output", str(directory / "run")]
+        self._err = directory / "err"
+        self._out = directory / "out"
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.launcher = subprocess.Popen(
+                [*command, *arguments],
+                cwd=REPOSITORY,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, MARK_VARIABLE: str(mark), JOB_VARIABLE: str(mark)},
+            )
+        self._job = str(mark)
+        try:
+            deadline = time.monotonic() + LIMIT_SECONDS
+            while not mark.exists():
+                assert self.launcher.poll() is None, self._err.read_text()
+                assert time.monotonic() < deadline, self._err.read_text()
+                time.sleep(0.02)
+        except BaseException:
+            end_job(self._job)
+            raise
+        self.rank = psutil.Process(int(mark.read_text()))
 
-def wait_for_rows(run: Path, count: int) -> None:
-    """Until the run's metrics have so many."""
-    deadline = time.monotonic() + 120
-    while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    def finish(self) -> Ended:
+        """What it left."""
+        try:
+            self.launcher.wait(LIMIT_SECONDS)
+        finally:
+            end_job(self._job)
+        return Ended(self.launcher.returncode, self._out.read_text(), self._err.read_text())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "nproc"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 1), (signal.SIGTERM, 2)])
 def test_a_signal_saves_and_stops(
-    slow_run: tuple[Path, Path], tmp_path: Path, number: signal.Signals, nproc: int
+    held_run: tuple[Path, Path], tmp_path: Path, number: signal.Signals, nproc: int
 ) -> None:
     """To one process, or to the launcher of two ranks; then the run goes on, on one, as if nothing had been."""
-    recipe, run = slow_run
-    started = command(recipe, tmp_path / "run", f"--nproc={nproc}")
-    with subprocess.Popen(started, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
-        wait_for_rows(tmp_path / "run", 2)
-        job.send_signal(number)
-        out, err = job.communicate(timeout=120)
-    assert job.returncode == 75, err
-    assert f"(on {number.name}); checkpoint: " in out
-    assert "Traceback" not in err
-    done = steps(tmp_path / "run")[-1]["step"]
-    assert 2 <= done < 12
+    recipe, run = held_run
+    job = Held(recipe, tmp_path, f"--nproc={nproc}")
+    job.launcher.send_signal(number)
+    ended = job.finish()
+    assert ended.code == 75, ended.err
+    assert f"(on {number.name}); checkpoint: " in ended.out
+    assert "Traceback" not in ended.err
+    done = {1: 3, 2: 5}[nproc]  # the step under way: with the fifth micro-batch of the rank
+    assert steps(tmp_path / "run")[-1]["step"] == done
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{done:08d}"]
     go(recipe, tmp_path / "run", "--resume=auto")
     assert losses(tmp_path / "run") == pytest.approx(losses(run), rel=1e-6)
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_stops_all(slow_run: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all(held_run: tuple[Path, Path], tmp_path: Path) -> None:
     """The host of one rank is about to be taken away."""
-    recipe, _ = slow_run
-    started = command(recipe, tmp_path / "run", "--nproc=2")
-    with subprocess.Popen(started, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
-        wait_for_rows(tmp_path / "run", 2)
-        ranks = [child for child in psutil.Process(job.pid).children() if "shardlab" in child.cmdline()]
-        assert len(ranks) == 2
-        ranks[-1].send_signal(signal.SIGUSR1)
-        _, err = job.communicate(timeout=120)
-    assert job.returncode == 75, err
-    assert err.count("Traceback") == 0
-    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+    job = Held(held_run[0], tmp_path, "--nproc=2")
+    job.rank.send_signal(signal.SIGUSR1)
+    ended = job.finish()
+    assert ended.code == 75, ended.err
+    assert ended.err.count("Traceback") == 0
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000005"]
 
 
 @pytest.mark.slow
-def test_a_killed_rank_starts_again_from_the_newest_checkpoint(slow_run: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_killed_rank_starts_again_from_the_newest_checkpoint(held_run: tuple[Path, Path], tmp_path: Path) -> None:
     """The launcher's restarts are tested where it is; here, that they resume."""
-    recipe, run = slow_run
-    started = command(recipe, tmp_path / "run", "--nproc=2", "--max-restarts=1", "--set=checkpoint.every=2")
-    with subprocess.Popen(started, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
-        wait_for_rows(tmp_path / "run", 6)
-        ranks = [child for child in psutil.Process(job.pid).children() if "shardlab" in child.cmdline()]
-        ranks[-1].kill()
-        out, err = job.communicate(timeout=180)
-    assert job.returncode == 0, err
-    assert err.count("killed by signal 9") == 1
-    assert out.count("resumed from ") == 1
+    recipe, run = held_run
+    saving = ("--set=checkpoint.every=2", "--set=checkpoint.asynchronous=false")
+    job = Held(recipe, tmp_path, "--nproc=2", "--max-restarts=1", *saving)
+    job.rank.kill()
+    ended = job.finish()
+    assert ended.code == 0, ended.err
+    assert ended.err.count("killed by signal 9") == 1
+    assert ended.out.count("resumed from ") == 1
     assert losses(tmp_path / "run") == pytest.approx(losses(run), rel=1e-6)
-    assert [row["step"] for row in steps(tmp_path / "run")] == list(range(1, 13))

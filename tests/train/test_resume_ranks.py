@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,8 @@ from shardlab.train.callbacks import Callback, StepResult
 from shardlab.train.engine import Engine
 from shardlab.train.run import train
 from tests.distributed.pool import Pools
-from tests.train.support import REPOSITORY, losses, shardlab, steps, write_recipe
-from tests.train.test_resume import command, go, wait_for_rows, write
+from tests.train.support import LIMIT_SECONDS, REPOSITORY, losses, shardlab, steps, write_recipe
+from tests.train.test_resume import go, write
 
 BACKENDS = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 
@@ -157,20 +158,31 @@ def test_a_disk_without_room_is_seen_before_the_first_step(tmp_path: Path, small
     assert not (small_disk / "run" / "metrics.jsonl").exists() or steps(small_disk / "run") == []
 
 
+def number_of_lines(file: Path) -> int:
+    """None yet where there is no file."""
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["zero3", "fsdp"])
 def test_a_job_killed_while_it_saves_goes_on(tmp_path: Path, backend: str) -> None:
     """SIGKILL to all at some moment of a run that saves after every step: a checkpoint that verifies is there."""
-    recipe = write(tmp_path / "in", train={"steps": 400, "optimizer": {"lr": 1e-3}})
-    given = ["--nproc=2", f"--set=shard.backend={backend}", "--set=checkpoint.every=1", "--resume=auto"]
-    started = command(recipe, tmp_path / "run", *given)
-    with subprocess.Popen(started, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job:
-        wait_for_rows(tmp_path / "run", 6)
+    recipe = write(tmp_path / "in", train={"steps": 4000, "optimizer": {"lr": 1e-3}})
+    command = [sys.executable, "-m", "shardlab", "train", str(recipe), "--output", str(tmp_path / "run"), "--nproc=2"]
+    command += [f"--set=shard.backend={backend}", "--set=checkpoint.every=1", "--resume=auto"]
+    with (
+        (tmp_path / "err").open("w") as err,
+        subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=err) as job,
+    ):
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while number_of_lines(tmp_path / "run" / "metrics.jsonl") < 6:
+            assert job.poll() is None, (tmp_path / "err").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "err").read_text()
+            time.sleep(0.02)
         time.sleep(0.37)
         ranks = psutil.Process(job.pid).children()
         for rank in [*ranks, job]:
             rank.send_signal(signal.SIGKILL)
-        job.communicate(timeout=60)
     newest = find_newest(tmp_path / "run", say=lambda _: None)
     verify(newest)
     done = int(newest.name.removeprefix("step-"))
