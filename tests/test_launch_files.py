@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.train.support import free_port
+
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
 ACCELERATE = sorted((LAUNCH / "accelerate").glob("*.yaml"))
@@ -76,7 +78,7 @@ def test_the_cpu_files_start_two_ranks_of_our_program(backend: str, recipe: Path
 def test_torchrun_sh_starts_the_ranks_of_one_host(recipe: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     script = ["bash", str(LAUNCH / "torchrun.sh"), str(recipe), "--output", str(output)]
-    done = run(script, tmp_path, RANKS_PER_NODE="2", MASTER_PORT="29713")
+    done = run(script, tmp_path, RANKS_PER_NODE="2", MASTER_PORT=free_port())
     assert done.returncode == 0, done.stderr
     assert json.loads((output / "plan.json").read_text())["world_size"] == 2
 

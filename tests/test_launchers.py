@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from tests.train.support import (
     REPOSITORY,
     Ended,
     end_job,
+    free_port,
     job_processes,
     losses,
     run_process,
@@ -59,13 +59,6 @@ LAUNCHERS: dict[str, tuple[str | Path, ...]] = {
 def environment() -> dict[str, str]:
     """Where a launcher finds the repository: unlike `python -m`, not all look into the working directory."""
     return {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
-
-
-def free_port() -> str:
-    """For the launcher that can't look for one itself."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def by_shardlab(arguments: Sequence[str | Path]) -> list[str | Path]:

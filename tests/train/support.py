@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import uuid
@@ -128,6 +129,15 @@ def run_process(command: Sequence[str | Path], environment: Mapping[str, str] | 
         out, err = process.communicate()
         raise AssertionError(f"{command[0]} hangs; it said:\n{out}\n{err}") from None
     return Ended(process.returncode, out, err)
+
+
+def free_port() -> str:
+    """For the launcher that can't look for one itself; below those that the kernel gives to others meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return str(port)
 
 
 def job_processes(name: str) -> list[psutil.Process]:
