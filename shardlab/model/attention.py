@@ -4,8 +4,8 @@ torch's own kernel takes more than twice as long there (bf16, forward and backwa
 mask forbids to all of its queries: those after it, those of other documents in a packed row, those outside a window.
 Scores are rounded to the queries' type, as in transformers' eager attention; the sums over tiles are in fp32.
 
-`register` makes it known to transformers as `NAME`. What it does not do (dropout, a bias that is learned, generation with a
-cache, other devices), or not faster (long rows of one document in fp32), goes to torch's kernel.
+`register` makes it known to transformers as `NAME`. What it does not do (dropout, a bias that is learned, generation
+with a cache, other devices), or not faster (long rows of one document in fp32), goes to torch's kernel.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, tile: _Tile,
 
 
 def _bias(query: Tensor, mask: Tensor | None, tile: _Tile) -> Tensor:
-    """(1, queries, keys): 0 where a key is seen, else a number that softmax makes 0; finite, so a blind row is no NaN."""
+    """(1, queries, keys): 0 where a key is seen, else what softmax makes 0; finite, so a blind row is no NaN."""
     hidden = torch.finfo(query.dtype).min
     size = (tile.end - tile.start, tile.end - tile.first)
     bias = torch.zeros(size, dtype=query.dtype, device=query.device)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from shardlab.errors import UserError
+from shardlab.model.attention import NAME, register
 from shardlab.model.checkpoint import directory_weights, load_buffers
 from shardlab.model.deferred import Weights, build_deferred, meta_parameters
 from shardlab.model.lora import AdaptedWeights, inject
@@ -46,12 +47,12 @@ def build_model(
         _check_length(config, sequence_length)
         if config.vocab_size < vocabulary:
             config.vocab_size = vocabulary
-        model, weights = build_deferred(lambda: _from_config(config), seed)
+        model, weights = build_deferred(lambda: _from_config(config, section.attention), seed)
         if section.path is not None:
             weights = directory_weights(Path(section.path), model, weights)
         if section.lora is not None:
             lora = section.lora
-            model, adapters = build_deferred(lambda: inject(_from_config(config), lora), seed)
+            model, adapters = build_deferred(lambda: inject(_from_config(config, section.attention), lora), seed)
             weights = AdaptedWeights(weights, adapters)
         if section.path is not None:
             _load_the_rest(Path(section.path), model)
@@ -73,7 +74,7 @@ def build_shell(section: ModelSection, *, vocabulary: int, sequence_length: int)
         lora = section.lora
 
         def build() -> nn.Module:
-            model = _from_config(config)
+            model = _from_config(config, section.attention)
             return model if lora is None else inject(model, lora)
 
     with meta_parameters():
@@ -155,9 +156,14 @@ def _check_length(config: PretrainedConfig, sequence_length: int) -> None:
         )
 
 
-def _from_config(config: PretrainedConfig) -> nn.Module:
-    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model
+def _from_config(config: PretrainedConfig, attention: str) -> nn.Module:
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if attention == "tiles":
+        if model.config._attn_implementation != "sdpa":  # a family that torch's kernel can't serve, such as Gemma 2
+            raise UserError(f"model.attention: tiles stands in for torch's kernel, which {config.model_type} can't use")
+        register()
+        model.set_attn_implementation(NAME)
+    return cast(nn.Module, model)
 
 
 def _import_builder(builder: str) -> Callable[[], nn.Module]:

@@ -43,6 +43,12 @@ def test_plan_accuracy() -> None:
     assert row["measured"] > 0
 
 
+def test_attention() -> None:
+    result = report("attention.py", "--rounds", "1", "--shapes", "4 x 4 x 256 x 64")
+    assert len(result["rows"]) == 4
+    assert all(row["tiles ms"] > 0 for row in result["rows"])
+
+
 @pytest.mark.slow
 def test_overhead() -> None:
     result = report("overhead.py", "--models", "tiny", "--precisions", "fp32", "--rounds", "1", "--block", "1")

@@ -1,14 +1,21 @@
 """Attention in tiles against float64, value and gradients."""
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from shardlab.backends.materialize import Materializer
+from shardlab.errors import UserError
 from shardlab.model import attention as subject
 from shardlab.model.attention import KEPT_TOKENS, TILE, attention, tiles
+from shardlab.model.build import build_model
+from shardlab.model.trainable import CausalLM, make_trainable
+from shardlab.recipe import ModelSection
+from tests.model.families import CONFIGS, VOCABULARY, batch, build, inputs
 
 
 class Layer(nn.Module):
@@ -82,7 +89,8 @@ def test_value_and_gradients_are_float64s(case: dict[str, Any], dtype: torch.dty
     assert output.dtype == dtype
     assert distance(output, expected) < error
     for got, wanted in zip(ours, exact, strict=True):
-        assert got.grad is not None and wanted.grad is not None
+        assert got.grad is not None
+        assert wanted.grad is not None
         assert got.grad.dtype == dtype
         assert distance(got.grad, wanted.grad) < error
 
@@ -128,3 +136,30 @@ def test_a_row_that_sees_nothing_is_finite() -> None:
     output, _ = attention(Layer(1), *tensors, mask)
     output.sum().backward()
     assert all(torch.isfinite(tensor.grad).all() for tensor in tensors if tensor.grad is not None)
+
+
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name != "gemma2"])
+@torch.no_grad()
+def test_every_family_computes_with_it_what_it_computes_without(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed rows over several tiles; fp32."""
+    monkeypatch.setattr(subject, "TILE", 4)
+    plain = build(CONFIGS[family]())
+    plain.save_pretrained(tmp_path)
+    expected = plain.eval()(**inputs(batch()), use_cache=False).logits
+    section = ModelSection(path=str(tmp_path), attention="tiles")
+    model, weights = build_model(section, vocabulary=VOCABULARY, eos_token_id=2, sequence_length=12, seed=0)
+    trainable = make_trainable(model).eval()
+    assert isinstance(trainable, CausalLM)
+    Materializer(trainable, weights, torch.device("cpu")).materialize(trainable)
+    got = trainable.logits(batch())
+    assert torch.allclose(got, expected, atol=1e-5)
+    assert not torch.equal(got, expected), "it was not used"
+
+
+def test_a_family_that_torchs_kernel_can_not_serve_is_refused(tmp_path: Path) -> None:
+    CONFIGS["gemma2"]().save_pretrained(tmp_path)
+    section = ModelSection(config=str(tmp_path / "config.json"), attention="tiles")
+    with pytest.raises(UserError, match=r"model\.attention: tiles stands in for .* which gemma2 can't use"):
+        build_model(section, vocabulary=VOCABULARY, eos_token_id=2, sequence_length=12, seed=0)

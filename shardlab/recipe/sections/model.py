@@ -35,6 +35,8 @@ class ModelSection(Section):
     """A Hugging Face model directory: the architecture and its weights."""
     builder: str | None = None
     """"package.module:function", called without arguments, returns the model."""
+    attention: Literal["torch", "tiles"] = "torch"
+    """tiles: on a CPU, a tile of queries at a time and without keys that none of them sees; faster in bf16 and packed."""
     freeze: Names = ()
     """Glob patterns of tensor names, as in the Hugging Face model, that are not trained."""
     lora: LoraSection | None = None
@@ -58,6 +60,12 @@ class ModelSection(Section):
     def _adapters_on_random_weights(self) -> "ModelSection":
         if self.lora is not None and self.path is None:
             raise ValueError("lora needs path, a trained model to adapt; fresh weights are trained whole")
+        return self
+
+    @model_validator(mode="after")
+    def _attention_of_a_module_that_is_not_ours_to_change(self) -> "ModelSection":
+        if self.attention != "torch" and self.builder is not None:
+            raise ValueError(f"attention {self.attention} is for Hugging Face models; builder decides on its own")
         return self
 
     @field_validator("builder")
