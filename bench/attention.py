@@ -1,4 +1,4 @@
-"""Attention on one CPU thread, forward and backward: `model.attention: tiles` beside torch's kernel, as transformers calls it.
+"""Attention on one CPU thread, forward and backward: `model.attention: tiles` beside torch's kernel.
 
 The two take turns; CPU time of the thread, the median over rounds. Packed rows hold documents of 128 tokens on average.
 """

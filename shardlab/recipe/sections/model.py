@@ -36,7 +36,7 @@ class ModelSection(Section):
     builder: str | None = None
     """"package.module:function", called without arguments, returns the model."""
     attention: Literal["torch", "tiles"] = "torch"
-    """tiles: on a CPU, a tile of queries at a time and without keys that none of them sees; faster in bf16 and packed."""
+    """tiles: on a CPU, a tile of queries at a time without keys that none of them sees; faster in bf16 or packed."""
     freeze: Names = ()
     """Glob patterns of tensor names, as in the Hugging Face model, that are not trained."""
     lora: LoraSection | None = None
