@@ -93,11 +93,36 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What there is to compute.
+
+    `products` and `attention` are floating-point operations, in matrix products and in attention's own kernels; `moved`
+    is bytes that everything else reads and writes; `operations` is the number of operators started.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    moved: float = 0.0
+    operations: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.moved + other.moved,
+            self.operations + other.operations,
+        )
+
+    def __mul__(self, times: float) -> "Work":
+        return Work(self.products * times, self.attention * times, self.moved * times, self.operations * times)
+
+
+@dataclass(frozen=True)
 class Span:
     """One segment's forward or backward pass in one micro-batch; bytes of tensors that are no parameters.
 
     `segment` is `ROOT`, a block's number or `ModelShape.tail`. `entry` and `exit` are live at its borders, `peak` at
-    its highest point.
+    its highest point; `work` is what it computes.
     """
 
     phase: Literal["forward", "backward"]
@@ -105,6 +130,7 @@ class Span:
     entry: Bytes
     peak: Bytes
     exit: Bytes
+    work: Work = Work()
 
 
 Timeline = tuple[Span, ...]

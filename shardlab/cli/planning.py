@@ -22,23 +22,24 @@ def plan(
         int | None, typer.Option("--nproc", "--world-size", min=1, help="Ranks. [default: the hardware's, or 1]")
     ] = None,
     hardware: Annotated[
-        str | None, typer.Option(metavar="NxNAME", help="Such as 8xH100-80G. [default: this machine]")
+        str | None, typer.Option(metavar="NxNAME", help="Such as 8xH100-80G, or 2x8xH100-80G. [default: this machine]")
     ] = None,
     hardware_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A JSON file with more hardware to name.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every micro-batch, not only the largest that fits.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say of each other plan why it was not chosen.")] = False,
     as_json: Json = False,
 ) -> None:
-    """The ways to train a model on given machines: predicted memory by kind, what fits, and which to take.
+    """The ways to train a model on given machines: predicted memory and time, what fits, and which to take.
 
     Needs no GPU and reads no weights.
 
-    Examples: `shardlab plan recipe.yaml --nproc 2`, `shardlab plan recipe.yaml --hardware 8xH100-80G`,
+    Examples: `shardlab plan recipe.yaml --nproc 2`, `shardlab plan recipe.yaml --hardware 2x8xH100-80G --explain`,
     `shardlab plan --model my-model --seq 4096 --hardware 8xA100-80G --json`
     """
     from shardlab.planner import show
     from shardlab.planner.survey import survey_for
 
     found = survey_for(recipe, overrides or (), model, seq, nproc, hardware, hardware_file)
-    typer.echo(json.dumps(show.as_dict(found)) if as_json else show.text(found, every=every))
+    typer.echo(json.dumps(show.as_dict(found)) if as_json else show.text(found, every=every, explain=explain))

@@ -1,4 +1,4 @@
-"""A plan's footprint: the trace of a micro-batch, the backend's placement, and what neither can see.
+"""A plan's footprint and cost: the trace of a micro-batch, the backend's placement, and what neither can see.
 
 Truth has two layers. What the allocator hands out (`Footprint.tensors`) is counted: the trace agrees with the
 allocator's own events. The process's memory is that and a term that was measured, not derived (`process.json`).
@@ -7,6 +7,7 @@ allocator's own events. The process's memory is that and a term that was measure
 import json
 from collections.abc import Callable, Mapping
 from importlib import resources
+from itertools import combinations
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ from shardlab.backends import ddp_footprint, fsdp_footprint, zero_footprint
 from shardlab.backends.placement import Setting
 from shardlab.model.trainable import Trainable
 from shardlab.plan import ROOT, Footprint, ModelShape, Moment, ParameterShape, Plan, Timeline
+from shardlab.planner.cost import Cost, cost
+from shardlab.planner.machine import Machine
+from shardlab.planner.storages import Passage, alike, on_the_line
 from shardlab.planner.trace import Gradients, Tracer, model_shape
 from shardlab.recipe import SGD, AdamW
 
@@ -56,18 +60,42 @@ class Predictor:
         self._batch = batch
         self._states = states_per_element(optimizer)
         self._accelerator = accelerator
+        self._traces: dict[tuple[Any, ...], dict[int, list[Passage]]] = {}
         self._timelines: dict[tuple[Any, ...], Timeline] = {}
 
     def _timeline(self, plan: Plan) -> Timeline:
         key = (plan.recompute, plan.micro_batch, plan.precision, gradients_of(plan))
         if key not in self._timelines:
-            batch = self._batch(plan.micro_batch)
-            self._timelines[key] = self._tracer.timeline(batch, plan.precision, gradients_of(plan), plan.recompute)
+            self._timelines[key] = self._tracer.spans(self._trace(plan), gradients_of(plan))
         return self._timelines[key]
+
+    def _trace(self, plan: Plan) -> list[Passage]:
+        """Two smaller micro-batches that ran the same operations give a larger one without a trace of its own."""
+        buffers, size = gradients_of(plan) == "buffers", plan.micro_batch
+        known = self._traces.setdefault((plan.recompute, plan.precision, buffers), {})
+        if size not in known:
+            batch = self._batch(size)
+            chunks = self._tracer.chunks(batch)
+            sizes = [one for one in sorted(known) if one < size and self._tracer.chunks(self._batch(one)) == chunks]
+            for low, high in combinations(sizes if chunks is not None else [], 2):
+                if alike(known[low], known[high]):
+                    known[size] = on_the_line(known[low], known[high], (size - low) / (high - low))
+                    break
+            else:
+                known[size] = self._tracer.trace(batch, plan.precision, plan.recompute, buffers=buffers)
+        return known[size]
+
+    def _setting(self, plan: Plan) -> Setting:
+        return Setting(self.shape, plan, self._states, self._timeline(plan), self._accelerator)
 
     def moments(self, plan: Plan) -> list[Moment]:
         """Every point of a step that could be the highest."""
-        return placed(Setting(self.shape, plan, self._states, self._timeline(plan), self._accelerator))
+        return placed(self._setting(plan))
+
+    def cost(self, plan: Plan, machine: Machine) -> Cost | None:
+        """Seconds of a step; None where the machine's speed is not known."""
+        tokens = next(iter(self._batch(1).values())).numel() * plan.global_batch_size
+        return cost(self._setting(plan), machine, tokens)
 
     def footprint(self, plan: Plan) -> Footprint:
         """The highest of them, and the process's memory there."""

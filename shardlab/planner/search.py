@@ -1,7 +1,7 @@
-"""The ways to train one model on given machines: each with its predicted peak, and which of those that fit is best.
+"""The ways to train one model on given machines: each with its predicted peak and time, and which that fits is best.
 
-There is no model of time yet, so the choice follows a rule that is printed with it: what recomputes or moves less comes
-first. `RULE` says it in words, `_rank` in code.
+Where nothing is known of the machine's speed the choice follows a rule that is printed with it: what recomputes or moves
+less comes first. `RULE` says it in words, `_rank` in code. The same order decides among plans of about the same time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,25 +15,33 @@ from shardlab.errors import UserError
 from shardlab.model.build import build_shell
 from shardlab.model.trainable import make_trainable
 from shardlab.plan import BackendName, Footprint, Offload, Plan
+from shardlab.planner.cost import Cost
 from shardlab.planner.machine import Machine
 from shardlab.planner.predict import Predictor
 from shardlab.recipe import Recipe
 
-RULE = (
+_ORDER = (
     "least recomputed, then least offloaded, then the backend that communicates least "
-    "(ddp, zero1, zero2, fsdp, zero3), then the largest micro-batch; there is no prediction of time yet"
+    "(ddp, zero1, zero2, fsdp, zero3), then the largest micro-batch"
 )
+RULE = f"{_ORDER}; nothing is known of this hardware's speed"
+SAME_TIME = 1.01  # predictions nearer than this are no reason to choose
+TIME_RULE = f"the fastest by prediction; within {SAME_TIME - 1:.0%} of it, {_ORDER}"
 MICRO_BATCHES = (1, 2, 4, 8)
 BACKENDS: tuple[BackendName, ...] = ("ddp", "zero1", "zero2", "fsdp", "zero3")  # by what they send
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and what it takes. `left_bytes`: memory of a rank that stays free at the interval's upper end."""
+    """A plan and what it takes. `left_bytes`: memory of a rank that stays free at the interval's upper end.
+
+    `cost` is None where nothing is known of the machine's speed.
+    """
 
     plan: Plan
     footprint: Footprint
     left_bytes: int
+    cost: Cost | None = None
 
     @property
     def fits(self) -> bool:
@@ -52,9 +60,44 @@ class Survey:
     candidates: tuple[Candidate, ...]
 
     @property
+    def fitting(self) -> list[Candidate]:
+        """Those that fit, the best first: by `TIME_RULE` where their time is predicted, else by `RULE`."""
+        found = sorted((c for c in self.candidates if c.fits), key=_rank)
+        if not self.timed or not found:
+            return found
+        found.sort(key=_seconds)
+        fast = [c for c in found if _seconds(c) <= SAME_TIME * _seconds(found[0])]
+        return [*sorted(fast, key=_rank), *found[len(fast) :]]
+
+    @property
     def best(self) -> Candidate | None:
-        """By `RULE`."""
-        return next(iter(sorted((c for c in self.candidates if c.fits), key=_rank)), None)
+        """The first of them."""
+        return next(iter(self.fitting), None)
+
+    @property
+    def timed(self) -> bool:
+        """Whether time is predicted."""
+        return all(candidate.cost is not None for candidate in self.candidates)
+
+    @property
+    def front(self) -> list[Candidate]:
+        """Those that fit, and that no other beats both in memory and in time; the fastest first."""
+        if not self.timed:
+            return []
+        chosen: list[Candidate] = []
+        for candidate in sorted((c for c in self.candidates if c.fits), key=lambda c: (_seconds(c), -c.left_bytes)):
+            if not chosen or candidate.left_bytes > chosen[-1].left_bytes:
+                chosen.append(candidate)
+        return chosen
+
+    @property
+    def rule(self) -> str:
+        """By which the best was chosen."""
+        return TIME_RULE if self.timed else RULE
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.cost.seconds if candidate.cost is not None else float("inf")
 
 
 def predictor(recipe: Recipe, machine: Machine, vocabulary: int | None = None) -> Predictor:
@@ -86,12 +129,12 @@ def row_shapes(micro_batch: int, sequence_length: int, *, packed: bool) -> dict[
 
 
 def assess(plan: Plan, predictor: Predictor, machine: Machine) -> Candidate:
-    """The plan's footprint against the machine's memory."""
+    """The plan's footprint against the machine's memory, and its time."""
     footprint = predictor.footprint(plan)
     left = machine.memory_bytes - footprint.high - footprint.libraries
     if machine.accelerator:
         left = min(left, machine.host_bytes - sum(footprint.host.values()) - footprint.host_libraries)
-    return Candidate(plan, footprint, left)
+    return Candidate(plan, footprint, left, predictor.cost(plan, machine))
 
 
 def survey(recipe: Recipe, machine: Machine, own: Plan | None = None, predict: Predictor | None = None) -> Survey:

@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shardlab.plan import KINDS, Plan
-from shardlab.planner.search import RULE, Candidate, Survey, nearest
+from shardlab.plan import KINDS
+from shardlab.planner.explain import choice, reasons
+from shardlab.planner.names import gib, name, over, settings
+from shardlab.planner.search import Candidate, Survey, nearest
 
-_GIB = 1024**3
 _HEADS = {
     "parameters": "weights",
     "gradients": "grads",
@@ -21,16 +22,18 @@ _HEADS = {
 }
 
 
-def text(found: Survey, *, every: bool = False) -> str:
-    """Model and machine, the table, the choice and the rule behind it."""
+def text(found: Survey, *, every: bool = False, explain: bool = False) -> str:
+    """Model and machine, the table, the choice and the rule behind it; `explain`: why each other was not chosen."""
     machine = found.machine
+    nodes = f"{machine.nodes} nodes, " if machine.nodes > 1 else ""
     lines = [
         f"{found.parameters / 1e6:,.1f}M parameters, {found.trainable / 1e6:,.1f}M of them trained; "
-        f"{machine.ranks} x {gib(machine.memory_bytes)} GiB ({machine.name})",
-        "predicted peak of a rank in GiB, low to high, and by kind at the moment of the peak; what does not fit is over"
-        " by the figure in the last column",
+        f"{machine.ranks} x {gib(machine.memory_bytes)} GiB ({nodes}{machine.name})",
+        "predicted peak of a rank in GiB, low to high, and by kind at the moment of the peak; what does not fit is over by"
+        " the figure in the last column",
+        *_speed(found),
         "",
-        *_table(found.candidates if every else _shortest(found.candidates)),
+        *_table(found.candidates if every else _shortest(found.candidates), found),
         "",
     ]
     if found.own is not None:
@@ -40,22 +43,39 @@ def text(found: Survey, *, every: bool = False) -> str:
     if best is None:
         closest = nearest(found.candidates)
         lines.append(f"nothing fits; the nearest is {name(closest.plan)}, {_verdict(closest)}")
+    elif found.timed:
+        lines += [f"fastest that fits: {choice(found)}", f"  {settings(best.plan)}"]
     else:
         lines.append(f"best that fits: {name(best.plan)} ({settings(best.plan)})")
-    lines.append(f"rule: {RULE}")
+    lines.append(f"rule: {found.rule}")
+    if explain:
+        lines += ["", *(f"{name(c.plan)}: {why}" for c, why in reasons(found))]
     return "\n".join(lines)
+
+
+def _speed(found: Survey) -> list[str]:
+    """What the predictions of time rest on."""
+    rates = found.machine.rates
+    if rates is None or not found.timed:
+        return []
+    return [
+        f"time by {rates.source}; right within {rates.error:.0%}; * = no other that fits takes less memory and less time"
+    ]
 
 
 def as_dict(found: Survey) -> dict[str, Any]:
     """Everything, for `--json`."""
+    front, why = found.front, dict((id(candidate), reason) for candidate, reason in reasons(found))
     return {
         "machine": dataclasses.asdict(found.machine),
         "parameters": found.parameters,
         "trainable": found.trainable,
         "recipe": candidate_dict(found.own) if found.own is not None else None,
-        "candidates": [candidate_dict(candidate) for candidate in found.candidates],
+        "candidates": [
+            candidate_dict(c) | {"on_front": c in front, "why_not": why.get(id(c))} for c in found.candidates
+        ],
         "best": candidate_dict(found.best) if found.best is not None else None,
-        "rule": RULE,
+        "rule": found.rule,
     }
 
 
@@ -72,33 +92,14 @@ def candidate_dict(candidate: Candidate) -> dict[str, Any]:
         "footprint": dataclasses.asdict(candidate.footprint),
         "fits": candidate.fits,
         "left_bytes": candidate.left_bytes,
+        "cost": dataclasses.asdict(candidate.cost) if candidate.cost is not None else None,
     }
-
-
-def name(plan: Plan) -> str:
-    """A plan in a few words."""
-    parts = [plan.backend, f"micro-batch {plan.micro_batch}"]
-    parts += [f"recompute {plan.recompute}"] if plan.recompute != "none" else []
-    moved = [what for what in ("parameters", "optimizer") if getattr(plan.offload, what) == "cpu"]
-    parts += [f"{' and '.join(moved)} offloaded"] if moved else []
-    return ", ".join(parts)
-
-
-def settings(plan: Plan) -> str:
-    """What to give `--set` for it."""
-    values: dict[str, Any] = {"backend": plan.backend, "micro_batch": plan.micro_batch, "recompute": plan.recompute}
-    values |= {f"offload.{what}": "cpu" for what in ("parameters", "optimizer") if getattr(plan.offload, what) == "cpu"}
-    return " ".join(f"--set shard.{key}={value}" for key, value in values.items())
 
 
 def _verdict(candidate: Candidate) -> str:
     footprint = candidate.footprint
     total = f"{gib(footprint.low + footprint.libraries)} to {gib(footprint.high + footprint.libraries)} GiB"
-    return f"{total}, {gib(candidate.left_bytes)} GiB left" if candidate.fits else f"{total}, {_over(candidate)}"
-
-
-def _over(candidate: Candidate) -> str:
-    return f"over by {gib(-candidate.left_bytes)} GiB"
+    return f"{total}, {gib(candidate.left_bytes)} GiB left" if candidate.fits else f"{total}, {over(candidate.left_bytes)}"
 
 
 def _shortest(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -112,9 +113,11 @@ def _shortest(candidates: Iterable[Candidate]) -> list[Candidate]:
     return list(chosen.values())
 
 
-def _table(candidates: Sequence[Candidate]) -> list[str]:
+def _table(candidates: Sequence[Candidate], found: Survey) -> list[str]:
+    timed, front = found.timed, found.front
     kinds = [kind for kind in KINDS if kind == "libraries" or any(c.footprint.bytes.get(kind) for c in candidates)]
-    rows = [["backend", "offload", "recompute", "micro", "peak", *(_HEADS[kind] for kind in kinds), "fits"]]
+    time = ["s/step", "tokens/s"] if timed else []
+    rows = [["backend", "offload", "recompute", "micro", *time, "peak", *(_HEADS[kind] for kind in kinds), "fits"]]
     for candidate in candidates:
         plan, footprint = candidate.plan, candidate.footprint
         moved = [what[0] for what in ("parameters", "optimizer") if getattr(plan.offload, what) == "cpu"]
@@ -125,6 +128,7 @@ def _table(candidates: Sequence[Candidate]) -> list[str]:
                 "+".join(moved) or "-",
                 plan.recompute,
                 str(plan.micro_batch),
+                *_time(candidate, starred=candidate in front),
                 f"{gib(footprint.low + footprint.libraries)}-{gib(footprint.high + footprint.libraries)}",
                 *(gib(sizes.get(kind, 0)) for kind in kinds),
                 "yes" if candidate.fits else gib(-candidate.left_bytes),
@@ -134,7 +138,8 @@ def _table(candidates: Sequence[Candidate]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def gib(size: int) -> str:
-    """With as many digits as matter."""
-    value = size / _GIB
-    return f"{value:.3f}" if abs(value) < 1 else f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
+def _time(candidate: Candidate, *, starred: bool) -> list[str]:
+    cost = candidate.cost
+    if cost is None:
+        return []
+    return [f"{cost.seconds:.3g}", f"{'*' if starred else ''}{cost.tokens_per_second:,.0f}"]

@@ -1,7 +1,6 @@
 """`shardlab plan`: its arguments -> a survey."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def survey_for(
 def _machine(recipe: Recipe | None, ranks: int | None, hardware: str | None, file: Path | None) -> Machine:
     if hardware is not None:
         machine = parse_hardware(hardware, file)
-        return machine if ranks is None else replace(machine, ranks=ranks)
+        return machine if ranks is None else machine.with_ranks(ranks)
     expected = recipe.shard.world_size if recipe is not None else None
     return this_machine(ranks or expected or 1)
 

@@ -1,4 +1,4 @@
-"""What one micro-batch's forward and backward pass keeps alive, from the real model on fake tensors.
+"""What one micro-batch's forward and backward pass keeps alive and computes, from the real model on fake tensors.
 
 The `Trainable` itself runs, with its own recompute and its chunked head, on tensors that have shapes and no memory; a
 dispatch mode follows every storage from the operation that makes it to its last reference, so also what autograd saves
@@ -9,8 +9,6 @@ Blocks that are equal are traced three times (the first, one between, the last) 
 bytes that a block leaves behind are the same for each.
 """
 
-import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -18,15 +16,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from shardlab.errors import UserError
+from shardlab.model.head import HeadLoss
 from shardlab.model.trainable import Recompute, Trainable
 from shardlab.plan import ROOT, Bytes, Kind, ModelShape, ParameterShape, Precision, Span, Timeline
+from shardlab.planner.storages import Passage, Storages
 
 # What becomes of a weight's gradient: added at once to a buffer that is there already; handed on as soon as it is
-# whole; or kept until its unit's backward pass has ended.
+# whole; or kept until its unit's backward pass has ended. The last two are one trace: what is kept is a kind of its own.
 Gradients = Literal["buffers", "each", "units"]
 
 _TRACED_BLOCKS = 3
@@ -64,7 +63,18 @@ class Tracer:
     def timeline(
         self, batch: Mapping[str, Tensor], precision: Precision, gradients: Gradients, recompute: Recompute
     ) -> Timeline:
-        """The spans of one micro-batch shaped as `batch`, in order.
+        """The spans of one micro-batch shaped as `batch`, in order; see `trace` for errors."""
+        return self.spans(self.trace(batch, precision, recompute, buffers=gradients == "buffers"), gradients)
+
+    def spans(self, passages: list[Passage], gradients: Gradients) -> Timeline:
+        """A trace as the spans of all blocks."""
+        spans = [passage.span(without="gradients" if gradients == "each" else None) for passage in passages]
+        return tuple(_extended(spans, self._blocks)) if self._repeats else tuple(spans)
+
+    def trace(
+        self, batch: Mapping[str, Tensor], precision: Precision, recompute: Recompute, *, buffers: bool
+    ) -> list[Passage]:
+        """One micro-batch shaped as `batch`, point by point; `buffers`: gradients have places of their own.
 
         Raises UserError where the step can't run on fake tensors.
         """
@@ -74,14 +84,21 @@ class Tracer:
             self._fake_parameters(torch.bfloat16 if precision == "bf16" else torch.float32)
             fake = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
             try:
-                spans = _Run(self._module, gradients).spans(fake)
+                return _Run(self._module, buffers=buffers).passages(fake)
             except Exception as error:
                 # A forward pass that looks at values, which a trace has not; a stand-in kernel with other rules.
                 raise UserError(
                     f"the memory of {self._module.architecture} can't be predicted: its step has no trace without "
                     f"memory ({type(error).__name__}: {' '.join(str(error).split())[:80]})"
                 ) from error
-        return tuple(_extended(spans, self._blocks)) if self._repeats else tuple(spans)
+
+    def chunks(self, batch: Mapping[str, Tensor]) -> tuple[int, ...] | None:
+        """Rows of the chunks that the head is traced with: batches with the same ones differ by their size alone.
+
+        None without a head of ours.
+        """
+        tail = self._module.tail
+        return None if tail is None else tuple(rows.stop - rows.start for rows, _ in _ends(tail, batch["targets"]))
 
     def _fake_parameters(self, dtype: torch.dtype) -> None:
         made: dict[int, nn.Parameter] = {}
@@ -174,27 +191,25 @@ def _moved(span: Span, number: int, left: Bytes, times: int) -> Span:
     def add(to: Bytes) -> Bytes:
         return {kind: to.get(kind, 0) + times * left.get(kind, 0) for kind in {**to, **left}}
 
-    return Span(span.phase, number, add(span.entry), add(span.peak), add(span.exit))
+    return Span(span.phase, number, add(span.entry), add(span.peak), add(span.exit), span.work)
 
 
 class _Run:
-    """One forward and backward pass, cut into spans at the borders of the segments."""
+    """One forward and backward pass, cut into passages at the borders of the segments."""
 
-    def __init__(self, module: Trainable, gradients: Gradients):
+    def __init__(self, module: Trainable, *, buffers: bool):
         self._module = module
-        self._gradients = gradients
-        self._storages = _Storages()
-        self._spans: list[Span] = []
+        self._buffers = buffers
+        self._storages = Storages()
         self._unit_of = {p.name: p.unit for p in model_shape(module).parameters}
         self._owned: dict[int, list[nn.Parameter]] = {}
 
-    def spans(self, batch: Mapping[str, Tensor]) -> list[Span]:
+    def passages(self, batch: Mapping[str, Tensor]) -> list[Passage]:
         module, storages = self._module, self._storages
         module.train()
         if module.tail is not None:
-            # Chunks of one size take the same memory, one after another: the first, a later and a last, shorter one.
-            every = module.tail.chunks
-            module.tail.chunks = lambda tokens: _ends(list(every(tokens)))  # type: ignore[method-assign]
+            chunks = list(_ends(module.tail, batch["targets"]))
+            module.tail.chunks = lambda _tokens: self._chosen(chunks)  # type: ignore[method-assign]
         hooks = [hook for index, unit in self._segments() for hook in self._watch(index, unit)]
         hooks += self._take_gradients()
         try:
@@ -211,7 +226,14 @@ class _Run:
             if module.tail is not None:
                 del module.tail.chunks
                 module.tail.weight_gradient = None
-        return self._spans
+        return storages.passages
+
+    def _chosen(self, chunks: list[tuple[slice, int]]) -> Iterator[slice]:
+        """The head's chunks; what stands for several counts as their work."""
+        for rows, times in chunks:
+            self._storages.times = times
+            yield rows
+        self._storages.times = 1
 
     @property
     def _tail(self) -> int:
@@ -226,7 +248,7 @@ class _Run:
         """The forward pass enters with the unit's call, the backward pass of what is before it with its input."""
 
         def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._span[0] == "backward":
+            if self._storages.passages[-1].phase == "backward":
                 return  # recompute
             self._enter("forward", index)
             for value in (*args, *kwargs.values()):
@@ -242,138 +264,40 @@ class _Run:
             unit = self._unit_of[name]
             segment = unit if unit <= self._tail else ROOT
             self._owned.setdefault(segment, []).append(parameter)
-            parameter.grad_dtype = torch.float32 if self._gradients == "buffers" else parameter.dtype
-            parameter.grad = torch.empty_like(parameter, dtype=torch.float32) if self._gradients == "buffers" else None
+            parameter.grad_dtype = torch.float32 if self._buffers else parameter.dtype
+            parameter.grad = torch.empty_like(parameter, dtype=torch.float32) if self._buffers else None
             hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived))
-        if self._gradients == "buffers" and module.tail is not None:
+        if self._buffers and module.tail is not None:
             module.tail.weight_gradient = module.tail.head.weight.grad
         return hooks
 
     def _arrived(self, parameter: Tensor) -> None:
-        if self._gradients == "each":
-            parameter.grad = None
-        elif self._gradients == "units" and parameter.grad is not None:
+        if not self._buffers and parameter.grad is not None:
             self._storages.rename(parameter.grad, "gradients")
 
     def _enter(self, phase: Literal["forward", "backward"], segment: int) -> None:
-        if self._storages.began:
+        if self._storages.passages:
             self._close()
-        self._span = (phase, segment)
-        self._storages.kind = "temporaries" if phase == "backward" else "activations"
+        kind: Kind = "temporaries" if phase == "backward" else "activations"
         if phase == "forward" and self._module.tail is not None and segment == self._tail:
-            self._storages.kind = "head"
-        self._storages.begin()
+            kind = "head"
+        self._storages.begin(phase, segment, kind)
 
     def _close(self) -> None:
-        """End the span; then its unit's gradients go."""
-        phase, segment = self._span
-        entry, peak, now = self._storages.end()
-        if phase == "forward":
-            # What does not outlive the span was never saved.
-            passing = max(0, sum(peak.values()) - sum(now.values()))
-            kind = self._storages.kind
-            passing = min(passing, peak.get(kind, 0))
-            peak = {**peak, kind: peak.get(kind, 0) - passing, "temporaries": peak.get("temporaries", 0) + passing}
-        self._spans.append(Span(phase, segment, entry, peak, now))
-        if phase == "backward" and self._gradients == "units":
-            for parameter in self._owned.get(segment, ()):
+        """End the passage; then its unit's gradients go."""
+        self._storages.end()
+        ended = self._storages.passages[-1]
+        if ended.phase == "backward" and not self._buffers:
+            for parameter in self._owned.get(ended.segment, ()):
                 parameter.grad = None
 
 
-def _ends(chunks: list[slice]) -> list[slice]:
-    return chunks if len(chunks) <= 3 else [*chunks[:2], chunks[-1]]
+def _ends(tail: HeadLoss, targets: Tensor) -> list[tuple[slice, int]]:
+    """Chunks of one size take the same memory, one after another: the first, a later and a last, shorter one.
 
-
-class _Storages(TorchDispatchMode):
-    """Live bytes of the storages that were made inside, by kind, and their highest sum since `begin`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kind: Kind = "activations"
-        self.began = False
-        self._sizes: dict[int, tuple[int, Kind]] = {}
-        self._live: Counter[Kind] = Counter()
-        self._total = 0
-        self._highest = -1
-        self._entry: Bytes = {}
-        self._peak: Bytes = {}
-        self._before: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default:
-            return result
-        if not func._schema.is_mutable or "out" not in func._schema.overload_name:
-            for value in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(value, Tensor):
-                    self._add(value, given=args)
-        self._note(_scratch(func, args, result))
-        return result
-
-    def _add(self, tensor: Tensor, given: tuple[Any, ...]) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._sizes or key in self._before:
-            return
-        if any(isinstance(value, Tensor) and value.untyped_storage()._cdata == key for value in _flat(given)):
-            self._before.add(key)  # a view of something that was there before: it outlives the trace
-            return
-        size = storage.nbytes()
-        self._sizes[key] = (size, self.kind)
-        self._live[self.kind] += size
-        self._total += size
-        weakref.finalize(storage, self._free, key)
-
-    def _free(self, key: int) -> None:
-        size, kind = self._sizes.pop(key)
-        self._live[kind] -= size
-        self._total -= size
-
-    def rename(self, tensor: Tensor, kind: Kind) -> None:
-        """Count `tensor`'s storage as another kind from here on."""
-        key = tensor.untyped_storage()._cdata
-        if key in self._sizes:
-            size, old = self._sizes[key]
-            self._sizes[key] = (size, kind)
-            self._live[old] -= size
-            self._live[kind] += size
-
-    def _note(self, scratch: int = 0) -> None:
-        if self._total + scratch > self._highest:
-            self._highest = self._total + scratch
-            self._peak = dict(self._live)
-            if scratch:
-                self._peak = {**self._peak, "temporaries": self._live["temporaries"] + scratch}
-
-    def begin(self) -> None:
-        """Start a new peak."""
-        self.began = True
-        self._entry = dict(self._live)
-        self._highest = -1
-        self._note()
-
-    def end(self) -> tuple[Bytes, Bytes, Bytes]:
-        """Live bytes at the beginning, at the highest point and now."""
-        return self._entry, self._peak, dict(self._live)
-
-
-def _flat(values: tuple[Any, ...]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, tuple | list):
-            yield from value
-        else:
-            yield value
-
-
-_BINARY = {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_"}
-
-
-def _scratch(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that a kernel of torch allocates and frees inside, where they are as large as its operands."""
-    if func is torch.ops.aten.logsumexp.default:  # exp(x - max) whole
-        return int(args[0].numel() * args[0].element_size())
-    if func._schema.name.split("::")[1] in _BINARY:
-        # On a CPU an operand of another type than the result's is converted first, whole.
-        operands = [value for value in args[:2] if isinstance(value, Tensor) and value.dim() > 0]
-        return sum(o.numel() * result.element_size() for o in operands if o.dtype != result.dtype)
-    return 0
+    Each with the number of chunks that it stands for.
+    """
+    chunks = list(HeadLoss.chunks(tail, targets.numel()))
+    if len(chunks) <= 3:
+        return [(rows, 1) for rows in chunks]
+    return [(chunks[0], 1), (chunks[1], len(chunks) - 2), (chunks[-1], 1)]

@@ -43,7 +43,7 @@ def extensions_dir(environment: Mapping[str, str] = os.environ) -> Path:
     """
     if environment.get("TORCH_EXTENSIONS_DIR"):
         return Path(environment["TORCH_EXTENSIONS_DIR"])
-    return _cache_root(environment) / "extensions" / _key()
+    return cache_root(environment) / "extensions" / _key()
 
 
 def prebuild(names: Sequence[str], *, timeout_seconds: float = 900.0) -> None:
@@ -66,7 +66,7 @@ def prebuild(names: Sequence[str], *, timeout_seconds: float = 900.0) -> None:
     with _sole_builder(directory, deadline):
         pending = [name for name in names if not _is_ready(directory / name)]
         for name in pending:
-            _clear_lock(directory / name / "lock", ours=directory.is_relative_to(_cache_root()), deadline=deadline)
+            _clear_lock(directory / name / "lock", ours=directory.is_relative_to(cache_root()), deadline=deadline)
         pending = [name for name in pending if not _is_ready(directory / name)]
         if pending:
             _build(directory, pending, deadline)
@@ -106,7 +106,8 @@ def without_shm_comm() -> None:
     deepspeed.ops.__compatible_ops__ = {**deepspeed.ops.__compatible_ops__, SHM_COMM: False}
 
 
-def _cache_root(environment: Mapping[str, str] = os.environ) -> Path:
+def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where what belongs to this machine and user is kept: $SHARDLAB_CACHE, else ~/.cache/shardlab."""
     return Path(environment.get("SHARDLAB_CACHE") or Path.home() / ".cache" / "shardlab")
 
 

@@ -13,10 +13,11 @@ from torch import nn
 from shardlab.backends.base import all_reduce_sum
 from shardlab.errors import UserError
 from shardlab.plan import Footprint, Plan
+from shardlab.planner.calibration import measured
 from shardlab.planner.machine import Machine
 from shardlab.planner.predict import Predictor, floor_bytes
 from shardlab.planner.search import assess, predictor, survey
-from shardlab.planner.show import gib, name, settings
+from shardlab.planner.names import gib, name, settings
 from shardlab.recipe import Recipe
 from shardlab.topology import Topology
 
@@ -94,10 +95,28 @@ class Foresight:
         return None, f"{said}; not predicted: {reason}"
 
 
+    def compare_time(self, measured: float | None) -> tuple[float | None, str | None]:
+        """For the summary and for people: predicted seconds of a step beside the `measured` ones.
+
+        None where nothing is known of the machine's speed, or nothing was predicted.
+        """
+        try:
+            cost = self._predict().cost(self._plan, self._machine) if self._unknown() is None else None
+        except UserError:  # a model that has no trace: `compare` says so
+            cost = None
+        if cost is None:
+            return None, None
+        took = f"a step took {measured:.3g} s; " if measured is not None else ""
+        rates = self._machine.rates
+        return cost.seconds, f"{took}predicted {cost.seconds:.3g}, by rates {rates.source if rates else ''}"
+
+
 def _machine(topology: Topology) -> Machine:
     host = topology.host_memory_bytes // topology.local_world_size
     device = topology.device_memory_bytes
-    return Machine("this machine", topology.world_size, device is not None, device or host, host)
+    rates = measured(topology.local_world_size, accelerator=device is not None)
+    ranks, nodes = topology.world_size, topology.nodes
+    return Machine("this machine", ranks, device is not None, device or host, host, nodes, rates)
 
 
 def _as_dict(footprint: Footprint) -> dict[str, Any]:

@@ -111,6 +111,7 @@ def _train(
     checkpoints.finish()
     base, peak = per_rank(engine.base_bytes, engine.topology), per_rank(run.peak_bytes, engine.topology)
     predicted, memory = foresight.compare(base, peak) if main else (None, "")
+    seconds, time_said = foresight.compare_time(run.seconds_per_step()) if main else (None, None)
     summary = run.summary() | {
         "parameters": parameters,
         "backend": engine.plan.backend,
@@ -120,6 +121,8 @@ def _train(
         "base_memory_bytes": base,
         "peak_memory_bytes": peak,
         "predicted_memory_bytes": predicted,
+        "seconds_per_step": run.seconds_per_step(),
+        "predicted_seconds_per_step": seconds,
         "data": data.report.as_dict(),
         "model": "model" if stop is None else None,
         "shardlab": __version__,
@@ -128,6 +131,8 @@ def _train(
     if main:
         _write_json(output / "summary.json", summary)
         say(memory)
+        if time_said is not None:
+            say(time_said)
     if stop is not None:
         say(f"stopped after step {engine.steps_done} ({stop.why}); checkpoint: {stop.checkpoint}")
         say(f"to go on: the same command with --output {output} --resume auto")
@@ -211,6 +216,7 @@ class _Run:
         self._first = engine.steps_done
         self.peak_bytes = 0  # over the steps, not over building the model before or writing it after
         self._rates: list[float] = []
+        self._step_seconds: list[float] = []
         self._loss: float | None = None
         self._evaluation: tuple[float, int] | None = None
         self._seconds = 0.0
@@ -247,6 +253,7 @@ class _Run:
         last = result.step == train.steps
         if result.step - self._first > WARM_STEPS or last:
             self._rates.append(result.tokens_per_second)
+            self._step_seconds.append(result.seconds)
         self._loss = result.loss
         loss = None
         if last or (train.evaluate_every is not None and result.step % train.evaluate_every == 0):
@@ -272,6 +279,10 @@ class _Run:
         )
         self._evaluation = self._engine.evaluate(batches)
         return self._evaluation[0]
+
+    def seconds_per_step(self) -> float | None:
+        """The median of the steps that the throughput is of."""
+        return statistics.median(self._step_seconds) if self._step_seconds else None
 
     def summary(self) -> dict[str, Any]:
         """What the run came to."""

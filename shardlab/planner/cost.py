@@ -1,0 +1,119 @@
+"""Seconds of an optimizer step: the work of the trace, the backend's traffic, and the rates of a machine.
+
+A micro-batch takes the time of its matrix products and attention, of the bytes that everything else moves, and of
+starting each operator. Collectives are rings: a rank sends (n - 1) / n of the bytes (twice that in an all-reduce) to its
+neighbour, in n - 1 hops, at the rate of the slowest link in the ring. Between nodes all devices of a node share its
+network.
+
+What may go on at once: on an accelerator a collective hides behind the pass that it belongs to, but for one of its
+calls, which nothing is left to hide behind; so does what offload sends over the host's link. On a CPU nothing hides:
+the threads that send are those that compute.
+"""
+
+from dataclasses import dataclass, field
+
+from shardlab.backends.placement import Setting
+from shardlab.backends.traffic import Exchange, exchanges, moves
+from shardlab.plan import Work
+from shardlab.planner.machine import Machine
+from shardlab.planner.rates import Rates
+
+_SMALL_REDUCTIONS = 2  # of a window: the loss, the norm
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one optimizer step, in seconds; `parts` add up to `seconds`, which is meant to be right within `error`."""
+
+    seconds: float
+    tokens_per_second: float
+    error: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+def cost(setting: Setting, machine: Machine, tokens: int) -> Cost | None:
+    """Of a plan whose global batch has `tokens`; None where the machine has no rate for something that it needs."""
+    rates, plan = machine.rates, setting.plan
+    if rates is None or plan.precision not in rates.products:
+        return None
+    passes = {"forward": Work(), "backward": Work()}
+    for span in setting.timeline:
+        passes[span.phase] += span.work
+    seconds = {phase: compute_seconds(work, setting, rates) for phase, work in passes.items()}
+    sending = _sending(setting, machine, rates, seconds)
+    moving = _moving(setting, rates, sum(seconds.values()))
+    if sending is None or moving is None:
+        return None
+    parts = {phase: each * plan.accumulation for phase, each in seconds.items()} | sending | moving
+    total = sum(parts.values())
+    return Cost(total, tokens / total, rates.error, parts)
+
+
+def compute_seconds(work: Work, setting: Setting, rates: Rates) -> float:
+    """Of a pass."""
+    precision = setting.plan.precision
+    busy = work.products / rates.products[precision] + work.attention / rates.attention[precision]
+    busy += work.moved / rates.memory
+    starting = work.operations * rates.operation
+    return max(busy, starting) if rates.overlaps else busy + starting
+
+
+def _sending(setting: Setting, machine: Machine, rates: Rates, seconds: dict[str, float]) -> dict[str, float] | None:
+    """What shows of the collectives, and the copies around them."""
+    shown = copying = 0.0
+    behind: dict[str, list[tuple[Exchange, float]]] = {}
+    for exchange in exchanges(setting):
+        each = exchange_seconds(exchange, machine, rates)
+        if each is None:
+            return None
+        copying += exchange.copied / rates.stream
+        if exchange.behind == "nothing" or not rates.overlaps:
+            shown += each
+        else:
+            behind.setdefault(exchange.behind, []).append((exchange, each))
+    for phase, found in behind.items():
+        room = max(exchange.times for exchange, _ in found) * seconds[phase]
+        # One call of each micro-batch has nothing to hide behind: the first gather, the last reduction.
+        alone = max(each * exchange.times / exchange.calls for exchange, each in found)
+        shown += alone + max(0.0, sum(each for _, each in found) - alone - room)
+    if setting.plan.world_size > 1:
+        small = Exchange("all-reduce", 0, _SMALL_REDUCTIONS, "nothing", 1, setting.plan.world_size)
+        shown += exchange_seconds(small, machine, rates) or 0.0
+    return {"communication": shown, "copies": copying}
+
+
+def exchange_seconds(exchange: Exchange, machine: Machine, rates: Rates) -> float | None:
+    """All calls of an exchange; None where a link's rate is not known."""
+    ranks, factor = exchange.ranks, 2 if exchange.collective == "all-reduce" else 1
+    if ranks == 1:
+        return 0.0
+    per_node = -(-machine.ranks // machine.nodes)
+    within, crossing = exchange.stride < per_node, ranks * exchange.stride > per_node and machine.nodes > 1
+    links, hop = [], rates.hop
+    if within:
+        links.append(rates.link.get(exchange.collective))
+    if crossing:
+        # Rings that leave a node at the same time share its network.
+        rings = min(per_node, exchange.stride)
+        links.append(None if rates.network is None else rates.network * per_node / rings)
+        nodes = machine.nodes if within else ranks
+        hop = (rates.hop * (ranks - nodes) + rates.network_hop * nodes) / ranks
+    known = [link for link in links if link is not None]
+    if len(known) < len(links):
+        return None
+    sent = factor * (ranks - 1) / ranks * exchange.size
+    return sent / min(known) + exchange.calls * factor * (ranks - 1) * hop
+
+
+def _moving(setting: Setting, rates: Rates, passes: float) -> dict[str, float] | None:
+    """The update, and what offload sends."""
+    found = moves(setting)
+    parts = {"update": found.update / rates.stream}
+    if found.host or found.up or found.down:
+        if rates.host_link is None or rates.host_memory is None:
+            return None
+        parts["update"] += found.host / rates.host_memory
+        sending = max(found.up, found.down) / rates.host_link if rates.overlaps else (found.up + found.down) / rates.stream
+        hidden = passes * setting.plan.accumulation if rates.overlaps else 0.0
+        parts["offload"] = max(0.0, sending - hidden)
+    return parts
