@@ -1,8 +1,8 @@
 """Seconds of an optimizer step: the work of the trace, the backend's traffic, and the rates of a machine.
 
 A micro-batch takes the time of its matrix products and attention, of the bytes that everything else moves, and of
-starting each operator. Collectives are rings: a rank sends (n - 1) / n of the bytes (twice that in an all-reduce) to its
-neighbour, in n - 1 hops, at the rate of the slowest link in the ring. Between nodes all devices of a node share its
+starting each operator. Collectives are rings: a rank sends (n - 1) / n of the bytes (twice that in an all-reduce) to
+its neighbour, in n - 1 hops, at the rate of the slowest link in the ring. Between nodes all devices of a node share its
 network.
 
 What may go on at once: on an accelerator a collective hides behind the pass that it belongs to, but for one of its
@@ -113,7 +113,9 @@ def _moving(setting: Setting, rates: Rates, passes: float) -> dict[str, float] |
         if rates.host_link is None or rates.host_memory is None:
             return None
         parts["update"] += found.host / rates.host_memory
-        sending = max(found.up, found.down) / rates.host_link if rates.overlaps else (found.up + found.down) / rates.stream
-        hidden = passes * setting.plan.accumulation if rates.overlaps else 0.0
-        parts["offload"] = max(0.0, sending - hidden)
+        if rates.overlaps:  # both ways at once, behind the passes
+            sending = max(found.up, found.down) / rates.host_link
+            parts["offload"] = max(0.0, sending - passes * setting.plan.accumulation)
+        else:
+            parts["offload"] = (found.up + found.down) / rates.stream
     return parts

@@ -1,4 +1,4 @@
-"""The machines of a plan: these here, or a preset by name, such as `2x8xH100-80G`. Presets are data; users add theirs."""
+"""The machines of a plan: these here, or a preset by name (`2x8xH100-80G`). Presets are data; users add theirs."""
 
 import json
 import re
@@ -79,8 +79,8 @@ def _presets(file: Path | None) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise UserError(
             f"--hardware-file {file}: {error}; expected "
-            '{"NAME": {"device_memory_gib": 24, "host_memory_gib_per_device": 64}}, without the device for a CPU; and for '
-            f"predictions of time {', '.join(KEYS)}"
+            '{"NAME": {"device_memory_gib": 24, "host_memory_gib_per_device": 64}}, without the device for a CPU, '
+            f"and for predictions of time {', '.join(KEYS)}"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """How fast a rank is: from a preset's table, or measured on this machine by `shardlab doctor --calibrate`.
 
-A table holds what vendors state, of which a program reaches a share: `REACHED`. It is stated, not measured here: checked
-against published throughputs (see docs/planning.md). Measured rates are taken as they are.
+A table holds what vendors state, of which a program reaches a share: `REACHED`. It is stated, not measured here, and
+checked against published throughputs (see docs/planning.md). Measured rates are taken as they are.
 """
 
 from collections.abc import Mapping
@@ -20,11 +20,12 @@ _HOP_SECONDS, _NETWORK_HOP_SECONDS = 3e-6, 10e-6
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one rank. Rates are in operations and bytes per second; None: there is no such figure.
+    """Of one rank, in operations and bytes per second; None: there is no such figure.
 
-    `products` and `attention` are by precision. `memory` is for activations, `stream` for whole models. `link` is between neighbours on a node, in one direction, by collective
-    where they differ; `network` between nodes, a device's share. `operation` is seconds to start an operator: added on a
-    CPU, hidden behind the device where `overlaps`. `error`: share of a prediction that it may be off by.
+    `products` and `attention` are by precision. `memory` is for activations, `stream` for whole models. `link` is
+    between neighbours on a node, in one direction, by collective; `network` between nodes, a device's share.
+    `operation` is seconds to start an operator: added on a CPU, hidden behind the device where `overlaps`; `hop` and
+    `network_hop` those of a message. `error`: share of a prediction that it may be off by.
     """
 
     source: str

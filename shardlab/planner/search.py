@@ -1,7 +1,8 @@
 """The ways to train one model on given machines: each with its predicted peak and time, and which that fits is best.
 
-Where nothing is known of the machine's speed the choice follows a rule that is printed with it: what recomputes or moves
-less comes first. `RULE` says it in words, `_rank` in code. The same order decides among plans of about the same time.
+Where nothing is known of the machine's speed the choice follows a rule that is printed with it: what recomputes or
+moves less comes first. `RULE` says it in words, `_rank` in code. The same order decides among plans of about the same
+time.
 """
 
 from collections.abc import Iterator, Sequence

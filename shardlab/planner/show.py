@@ -29,8 +29,8 @@ def text(found: Survey, *, every: bool = False, explain: bool = False) -> str:
     lines = [
         f"{found.parameters / 1e6:,.1f}M parameters, {found.trainable / 1e6:,.1f}M of them trained; "
         f"{machine.ranks} x {gib(machine.memory_bytes)} GiB ({nodes}{machine.name})",
-        "predicted peak of a rank in GiB, low to high, and by kind at the moment of the peak; what does not fit is over by"
-        " the figure in the last column",
+        "predicted peak of a rank in GiB, low to high, and by kind at the moment of the peak; what does not fit is over"
+        " by the figure in the last column",
         *_speed(found),
         "",
         *_table(found.candidates if every else _shortest(found.candidates), found),
@@ -59,13 +59,14 @@ def _speed(found: Survey) -> list[str]:
     if rates is None or not found.timed:
         return []
     return [
-        f"time by {rates.source}; right within {rates.error:.0%}; * = no other that fits takes less memory and less time"
+        f"time by {rates.source}; right within {rates.error:.0%}; "
+        "* = no other that fits takes less memory and less time"
     ]
 
 
 def as_dict(found: Survey) -> dict[str, Any]:
     """Everything, for `--json`."""
-    front, why = found.front, dict((id(candidate), reason) for candidate, reason in reasons(found))
+    front, why = found.front, {id(c): reason for c, reason in reasons(found)}
     return {
         "machine": dataclasses.asdict(found.machine),
         "parameters": found.parameters,
@@ -99,7 +100,8 @@ def candidate_dict(candidate: Candidate) -> dict[str, Any]:
 def _verdict(candidate: Candidate) -> str:
     footprint = candidate.footprint
     total = f"{gib(footprint.low + footprint.libraries)} to {gib(footprint.high + footprint.libraries)} GiB"
-    return f"{total}, {gib(candidate.left_bytes)} GiB left" if candidate.fits else f"{total}, {over(candidate.left_bytes)}"
+    left = candidate.left_bytes
+    return f"{total}, {gib(left)} GiB left" if candidate.fits else f"{total}, {over(left)}"
 
 
 def _shortest(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardlab.plan import KINDS, Bytes, Kind, Span, Work
+from shardlab.plan import KINDS, Kind, Span, Work
 from shardlab.planner.work import NOTHING, work_of
 
 Point = tuple[int, ...]  # live bytes, as `KINDS` are ordered

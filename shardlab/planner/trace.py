@@ -25,7 +25,7 @@ from shardlab.plan import ROOT, Bytes, Kind, ModelShape, ParameterShape, Precisi
 from shardlab.planner.storages import Passage, Storages
 
 # What becomes of a weight's gradient: added at once to a buffer that is there already; handed on as soon as it is
-# whole; or kept until its unit's backward pass has ended. The last two are one trace: what is kept is a kind of its own.
+# whole; or kept until its unit's backward pass has ended. The last two are one trace: what is kept is a kind by itself.
 Gradients = Literal["buffers", "each", "units"]
 
 _TRACED_BLOCKS = 3
@@ -209,7 +209,7 @@ class _Run:
         module.train()
         if module.tail is not None:
             chunks = list(_ends(module.tail, batch["targets"]))
-            module.tail.chunks = lambda _tokens: self._chosen(chunks)  # type: ignore[method-assign]
+            module.tail.chunks = lambda tokens: self._chosen(chunks)  # type: ignore[method-assign]
         hooks = [hook for index, unit in self._segments() for hook in self._watch(index, unit)]
         hooks += self._take_gradients()
         try:

@@ -15,9 +15,9 @@ from shardlab.errors import UserError
 from shardlab.plan import Footprint, Plan
 from shardlab.planner.calibration import measured
 from shardlab.planner.machine import Machine
+from shardlab.planner.names import gib, name, settings
 from shardlab.planner.predict import Predictor, floor_bytes
 from shardlab.planner.search import assess, predictor, survey
-from shardlab.planner.names import gib, name, settings
 from shardlab.recipe import Recipe
 from shardlab.topology import Topology
 
@@ -93,7 +93,6 @@ class Foresight:
                 inside = f"predicted {_mib(footprint.low)} to {_mib(footprint.high)}, in the {footprint.moment}"
                 return _as_dict(footprint), f"{said}; {inside}"
         return None, f"{said}; not predicted: {reason}"
-
 
     def compare_time(self, measured: float | None) -> tuple[float | None, str | None]:
         """For the summary and for people: predicted seconds of a step beside the `measured` ones.

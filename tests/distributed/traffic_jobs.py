@@ -38,7 +38,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def collectives(case: Case) -> tuple[list[tuple[str, int]], Any, int]:
     """Those of the third window; the first makes state and is checked, ZeRO-3's first two find the order out."""
-    with running(case) as (engine, trainable, topology):
+    with running(case) as (engine, _trainable, topology):
         torch.manual_seed(0)
         mine = [window(case.data, step, case.micro, topology.rank, topology.world_size) for step in range(3)]
         for one in mine[:2]:

@@ -16,6 +16,7 @@ from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights
 from shardlab.model.trainable import Recompute, Summed, Trainable, make_trainable
 from shardlab.plan import ROOT, Plan, Precision, Timeline
+from shardlab.planner.predict import Predictor
 from shardlab.planner.search import row_shapes
 from shardlab.planner.trace import Gradients, Tracer, model_shape
 from shardlab.recipe import AdamW
@@ -154,6 +155,43 @@ def test_three_blocks_stand_for_all(
     assert [(s.phase, s.segment) for s in short] == [(s.phase, s.segment) for s in whole]
     for one, other in zip(short, whole, strict=True):
         assert sum(one.peak.values()) == pytest.approx(sum(other.peak.values()), rel=0.005, abs=2048), one.segment
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [(LLAMA, [1, 2]), (QWEN, [1, 2]), ({**GPT2, "n_layer": 5}, [2, 4])],  # attention written out differs for one row
+    ids=["llama", "qwen", "gpt2"],
+)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_two_micro_batches_give_a_third_to_the_byte(
+    config: dict[str, Any], sizes: list[int], recompute: Recompute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def batch(rows: int) -> dict[str, Tensor]:
+        return row_shapes(rows, 768, packed=True)
+
+    predict = Predictor(trainable(config), batch, AdamW())
+    plans = [Plan("fsdp", 2, rows, 1, 2 * rows, "bf16", recompute) for rows in (*sizes, 8)]
+    traced: list[int] = []
+    trace = Tracer.trace
+
+    def noted(tracer: Tracer, batch: Mapping[str, Tensor], *options: Any, **others: Any) -> Any:
+        traced.append(len(batch["targets"]))
+        return trace(tracer, batch, *options, **others)
+
+    monkeypatch.setattr(Tracer, "trace", noted)
+    found = [predict._timeline(plan) for plan in plans]
+    assert traced == sizes
+    alone = Tracer(trainable(config)).timeline(batch(8), "bf16", "units", recompute)
+    assert found[2] == alone
+
+
+def test_a_head_of_other_chunks_is_traced_anew() -> None:
+    """Of 100 tokens each: one chunk, then one of another size, then several."""
+    predict = Predictor(trainable(LLAMA), lambda rows: row_shapes(rows, 100, packed=True), AdamW())
+    for rows in (1, 2, 4, 8):
+        plan = Plan("fsdp", 2, rows, 1, 2 * rows, "fp32")
+        alone = Tracer(trainable(LLAMA)).timeline(row_shapes(rows, 100, packed=True), "fp32", "units", "none")
+        assert predict._timeline(plan) == alone
 
 
 def test_blocks_that_differ_are_all_traced() -> None:
