@@ -88,7 +88,8 @@ def exchange_seconds(exchange: Exchange, machine: Machine, rates: Rates) -> floa
     if ranks == 1:
         return 0.0
     per_node = -(-machine.ranks // machine.nodes)
-    within, crossing = exchange.stride < per_node, ranks * exchange.stride > per_node and machine.nodes > 1
+    crossing = machine.nodes > 1 and ranks * exchange.stride > per_node
+    within = not crossing or exchange.stride < per_node
     links, hop = [], rates.hop
     if within:
         links.append(rates.link.get(exchange.collective))
