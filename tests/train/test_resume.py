@@ -257,17 +257,21 @@ def held_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return recipe, directory / "run"
 
 
+def command(recipe: Path, output: Path, *arguments: str) -> list[str]:
+    """`shardlab train`, for a process of its own."""
+    return [sys.executable, "-m", "shardlab", "train", str(recipe), "--output", str(output), *arguments]
+
+
 class Held:
     """`shardlab train` in processes of its own, until its last rank stays in a step, of which it has done two."""
 
     def __init__(self, recipe: Path, directory: Path, *arguments: str):
         mark = directory / "mark"
-        command = [sys.executable, "-m", "shardlab", "train", str(recipe), "--output", str(directory / "run")]
         self._err = directory / "err"
         self._out = directory / "out"
         with self._out.open("w") as out, self._err.open("w") as err:
             self.launcher = subprocess.Popen(
-                [*command, *arguments],
+                command(recipe, directory / "run", *arguments),
                 cwd=REPOSITORY,
                 stdout=out,
                 stderr=err,
