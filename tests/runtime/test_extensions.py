@@ -3,6 +3,7 @@
 import fcntl
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -127,7 +128,26 @@ def test_build_that_is_killed_or_too_slow_leaves_nothing(
 
 
 @pytest.mark.slow
-def test_build(own_directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_build(
+    own_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Built, loaded and marked by DeepSpeed's builder; of a source of some lines: its own take a minute."""
+    source = tmp_path / "small.cpp"
+    source.write_text(
+        "#include <Python.h>\n"
+        f"#pragma weak PyInit_{SHM_COMM}\n"  # it stands for each of the builder's sources
+        f'static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "{SHM_COMM}"}};\n'
+        f"PyMODINIT_FUNC PyInit_{SHM_COMM}(void) {{ return PyModule_Create(&module); }}\n"
+    )
+    compiler = tmp_path / "compiler-of-that"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *" -c "*) ;; *) exec c++ "$@";; esac\n'
+        'while [ "$1" != -o ]; do shift; done\n'
+        f'exec c++ -fPIC -I{sysconfig.get_path("include")} -c {source} -o "$2"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
     prebuild([SHM_COMM])
     assert capfd.readouterr().err.startswith("building DeepSpeed extension shm_comm (once")
     assert (own_directory / SHM_COMM / f"{SHM_COMM}.so").exists()
