@@ -1,6 +1,6 @@
-"""Pools of ranks for the whole session, and jobs run once each however many tests look at them."""
+"""Jobs that are run once each, however many tests look at them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -8,13 +8,6 @@ from tests.distributed.jobs import Case, Outcome
 from tests.distributed.pool import Pools
 
 Run = Callable[..., list[Outcome]]
-
-
-@pytest.fixture(scope="session")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
-    pools = Pools(tmp_path_factory.mktemp("pools"))
-    yield pools
-    pools.close()
 
 
 @pytest.fixture(scope="session")

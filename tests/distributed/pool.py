@@ -1,23 +1,28 @@
-"""Persistent worker processes, one pool per world size: importing torch costs seconds, a job a fraction of one."""
+"""Persistent worker processes, one pool per world size, forked from one that has imported everything: that costs six
+seconds, a job a fraction of one."""
 
 import gc
 import importlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import queue
 import sys
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "DS_ACCELERATOR": "cpu"}
 TIMEOUT_SECONDS = 180  # a job that takes longer hangs
 PEERS_SECONDS = 5  # how long the other ranks may still take once one has failed
 
 
 def _work(rank: int, world: int, store: str, jobs: Any, results: Any) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive", DS_ACCELERATOR="cpu")
+    os.environ.update(ENVIRONMENT)
     import torch
     import torch.distributed as dist
 
@@ -40,11 +45,20 @@ def _work(rank: int, world: int, store: str, jobs: Any, results: Any) -> None:
     dist.destroy_process_group()
 
 
+def _ancestor() -> ForkServerContext:
+    """Of all ranks. The first process that is asked for starts it, and torch reads the environment but once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.imports"])
+    with mock.patch.dict(os.environ, ENVIRONMENT):
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
 class Pool:
     """`world` ranks over gloo on this host, each of which runs the same job."""
 
     def __init__(self, world: int, directory: Path):
-        context = multiprocessing.get_context("spawn")
+        context = _ancestor()
         self.world = world
         self._results = context.Queue()
         self._jobs = [context.Queue() for _ in range(world)]

@@ -84,23 +84,25 @@ def assert_same_state(one: Assembled, other: Assembled) -> None:
     assert groups[0] == groups[1]
 
 
-# Every ordered pair of backends at 2 ranks each, and once more at numbers of ranks such that each backend is left and
-# entered at 1, 2, 3 and 4 ranks, and each pair of numbers occurs.
-WORLDS = [
+# Every ordered pair of backends, at numbers of ranks such that each backend is left and entered at 1, 2, 3 and 4 ranks
+# and each pair of numbers occurs. Whether the boxes fit is tested below, for all pairs of both: here, what engines make
+# of them. Where nothing changes, the losses must not either, in any bit.
+PAIRS = [
     (source, 1 + (i + j) % 4, target, 1 + (i + 2 * j) % 4)
     for i, source in enumerate(BACKENDS)
     for j, target in enumerate(BACKENDS)
 ]
-PAIRS = [(source, 2, target, 2) for source in BACKENDS for target in BACKENDS]
+SAME = [(backend, 2, backend, 2) for backend in BACKENDS]
 
 
 def test_the_design_covers_what_it_says() -> None:
-    assert {(n, m) for _, n, _, m in WORLDS} == {(n, m) for n in range(1, 5) for m in range(1, 5)}
-    assert {(source, n) for source, n, _, _ in WORLDS} == {(b, n) for b in BACKENDS for n in range(1, 5)}
-    assert {(target, m) for _, _, target, m in WORLDS} == {(b, m) for b in BACKENDS for m in range(1, 5)}
+    assert {(source, target) for source, _, target, _ in PAIRS} == {(b, c) for b in BACKENDS for c in BACKENDS}
+    assert {(n, m) for _, n, _, m in PAIRS} == {(n, m) for n in range(1, 5) for m in range(1, 5)}
+    assert {(source, n) for source, n, _, _ in PAIRS} == {(b, n) for b in BACKENDS for n in range(1, 5)}
+    assert {(target, m) for _, _, target, m in PAIRS} == {(b, m) for b in BACKENDS for m in range(1, 5)}
 
 
-@pytest.mark.parametrize(("source", "n", "target", "m"), dict.fromkeys([*PAIRS, *WORLDS]), ids=lambda value: str(value))
+@pytest.mark.parametrize(("source", "n", "target", "m"), dict.fromkeys([*PAIRS, *SAME]), ids=lambda value: str(value))
 def test_any_to_any(save: Save, load: Load, source: str, n: int, target: str, m: int) -> None:
     saved = save(StateCase(source), n)
     loaded = load(saved.state, StateCase(target), m)
@@ -157,34 +159,29 @@ def _write(directory: Path, saved: Saved) -> None:
     (directory / MANIFEST).write_bytes(manifest_of(contents, written).dump())
 
 
-RING = [(source, BACKENDS[(i + 1) % 5]) for i, source in enumerate(BACKENDS)]
 CASES = {
-    "adapters": StateCase("", lora=True),
-    "before the first update": StateCase("", updates=0),
-    "momentum": StateCase("", optimizer="momentum"),
-    "an optimizer without state": StateCase("", optimizer="sgd"),
-    "offload": StateCase("", offload="cpu"),
-    "small parameters kept gathered": StateCase("", threshold=10_000),
+    "adapters": StateCase("fsdp", lora=True),
+    "before the first update": StateCase("ddp", updates=0),
+    "momentum": StateCase("zero1", optimizer="momentum"),
+    "an optimizer without state": StateCase("zero2", optimizer="sgd"),
+    "offload": StateCase("zero3", offload="cpu"),
+    "small parameters kept gathered": StateCase("zero3", threshold=10_000),
 }
-THERE_AND_BACK = [
-    (name, source, target)
-    for name, case in CASES.items()
-    for source, target in RING
-    if not case.threshold or "zero3" in (source, target)
-]
 
 
-@pytest.mark.parametrize(("case", "source", "target"), THERE_AND_BACK)
-def test_there_and_back(save: Save, load: Load, case: str, source: str, target: str) -> None:
-    first, second = replace(CASES[case], backend=source), replace(CASES[case], backend=target)
-    saved = save(first, 2)
-    there = load(saved.state, second, 2)
-    back = load(there.state, first, 2)
-    assert_same_state(there.state, saved.state)
-    assert_same_state(back.state, saved.state)
-    assert_bit_equal(back.first.weights, saved.first.weights)
-    assert back.first.losses == saved.first.losses
-    assert_close(there.first.losses, saved.first.losses, 1e-6)
+@pytest.mark.parametrize("case", CASES)
+def test_from_backend_to_backend_and_back(save: Save, load: Load, case: str) -> None:
+    """In one round, each takes what the one before it gives; the first goes on as if nothing had been."""
+    first = CASES[case]
+    at = BACKENDS.index(first.backend)
+    others = ("ddp",) if first.threshold else BACKENDS[at + 1 :] + BACKENDS[:at]
+    saved = loaded = save(first, 2)
+    for backend in (*others, first.backend):
+        loaded = load(loaded.state, replace(first, backend=backend), 2)
+        assert_same_state(loaded.state, saved.state)
+        assert_close(loaded.first.losses, saved.first.losses, 1e-6)
+    assert_bit_equal(loaded.first.weights, saved.first.weights)
+    assert loaded.first.losses == saved.first.losses
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -214,7 +211,7 @@ def test_what_there_is(save: Save, backend: str) -> None:
 
 
 @pytest.mark.parametrize("source", BACKENDS)
-@pytest.mark.parametrize("distance", [0, 1, 2])
+@pytest.mark.parametrize("distance", [0, 1])
 def test_bf16(save: Save, load: Load, source: str, distance: int) -> None:
     """Masters and moments in every bit, and the same bf16 weights to compute with."""
     target = BACKENDS[(BACKENDS.index(source) + distance) % 5]

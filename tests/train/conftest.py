@@ -1,4 +1,4 @@
-"""One thread, the environment as it was, and a pool of two ranks for what a second rank changes."""
+"""One thread, and the environment as it was."""
 
 import os
 from collections.abc import Iterator
@@ -6,8 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-from tests.distributed.pool import Pools
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -23,10 +21,3 @@ def _same_environment() -> Iterator[None]:
     """An engine sets what its process needs; the next test starts without."""
     with mock.patch.dict(os.environ):
         yield
-
-
-@pytest.fixture(scope="session")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
-    pools = Pools(tmp_path_factory.mktemp("pools"))
-    yield pools
-    pools.close()
