@@ -1,6 +1,7 @@
 """What people met in public, from the file to the trained model."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.data.test_records import B25_LINES, B25_PLACES, GOOD
-from tests.train.support import COMMAND, TINY, run_process, shardlab, write_recipe
+from tests.distributed.pool import Pools
+from tests.train.support import TINY, shardlab, steps, write_recipe
 
 
 def test_generation_stops_where_the_end_token_was_learned(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_training_skips_bad_records_and_says_which(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["streamed text", "streamed pairs", "padded pairs"])
-def test_two_ranks_learn_from_the_same_rows_as_one(tmp_path: Path, kind: str) -> None:
+def test_two_ranks_learn_from_the_same_rows_as_one(pools: Pools, tmp_path: Path, kind: str) -> None:
     """https://github.com/huggingface/transformers/pull/40610"""
     data = {"evaluation_fraction": 0.0, "streaming": kind.startswith("streamed"), "packing": kind != "padded pairs"}
     if kind.endswith("pairs"):
@@ -100,13 +102,15 @@ def test_two_ranks_learn_from_the_same_rows_as_one(tmp_path: Path, kind: str) ->
         (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
         data |= {"files": [str(tmp_path / "pairs.jsonl")], "format": "instruct"}
     recipe = write_recipe(tmp_path, data=data)
-    runs = []
-    for ranks in (1, 2):
-        output = tmp_path / f"run{ranks}"
-        ended = run_process([*COMMAND, "train", recipe, "--output", output, "--nproc", str(ranks)])
-        assert ended.code == 0, ended.err
-        runs.append([json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()])
-    assert [step["tokens"] for step in runs[0]] == [step["tokens"] for step in runs[1]]
-    losses = [[step["loss"] for step in run] for run in runs]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    outputs = tmp_path / "one", tmp_path / "two"
+    ended = shardlab("train", recipe, "--output", outputs[0])
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "cache/tokens").exists() != kind.startswith("streamed")
+    if not kind.startswith("streamed"):
+        shutil.rmtree(tmp_path / "cache")  # the two ranks make it for themselves
+    summary, _ = pools.run(2, "tests.train.jobs", "train_run", recipe=recipe, output=outputs[1])
+    assert isinstance(summary, dict), summary
+    one, two = map(steps, outputs)
+    assert [step["tokens"] for step in one] == [step["tokens"] for step in two]
+    assert [step["loss"] for step in two] == pytest.approx([step["loss"] for step in one], rel=1e-5)
     assert (tmp_path / "cache/tokens").exists() != kind.startswith("streamed")
