@@ -8,6 +8,9 @@ from typing import Literal, get_args
 BackendName = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 Precision = Literal["fp32", "bf16"]
 Place = Literal["none", "cpu"]
+# Whose training loop a prediction is of: ours, or a plain Hugging Face one, with weights in fp32 (and autocast where
+# the precision is bf16) or in bf16.
+Loop = Literal["shardlab", "hf", "hf-bf16"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,16 @@ class Plan:
 
 
 Kind = Literal[
-    "parameters", "gradients", "masters", "moments", "activations", "head", "communication", "temporaries", "libraries"
+    "parameters",
+    "gradients",
+    "masters",
+    "moments",
+    "activations",
+    "head",
+    "logits",
+    "communication",
+    "temporaries",
+    "libraries",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Bytes = Mapping[Kind, int]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from shardlab.backends.placement import BF16, FP32, INT64, Setting, largest, moment, spans, trained
+from shardlab.backends.placement import BF16, FP32, Setting, largest, moment, spans, trained, update_temporaries
 from shardlab.plan import Kind, Moment
 
 GRADIENTS = "buffers"
@@ -19,6 +19,5 @@ def footprint(setting: Setting) -> Iterator[Moment]:
     if setting.compute_size == BF16:
         resident["masters"] = trainable * FP32
     yield from spans(setting, resident)
-    # The first update is checked: each tensor's bits are summed as 64-bit integers.
-    check = largest(trained(setting.model.parameters)) * INT64
-    yield moment("the first update", resident, {"temporaries": check})
+    passing = update_temporaries(setting, trainable, largest(trained(setting.model.parameters)))
+    yield moment("the first update", resident, {"temporaries": passing})

@@ -8,7 +8,7 @@ buffer stays until the next unit's turn. gloo reduces a copy of it.
 
 from collections.abc import Iterator
 
-from shardlab.backends.placement import FP32, INT64, Setting, moment, span_name, trained
+from shardlab.backends.placement import Setting, moment, span_name, trained, update_temporaries
 from shardlab.plan import ROOT, Bytes, Kind, Moment, ParameterShape, Span
 
 GRADIENTS = "units"
@@ -41,15 +41,16 @@ class _Sharded:
 
     def _reduced(self, unit: int) -> int:
         """Bytes of the buffer that a unit's gradients are reduced from."""
-        return self._shard(trained(self._model.unit(unit))) * self._ranks * FP32
+        return self._shard(trained(self._model.unit(unit))) * self._ranks * self._setting.reduced_size
 
     def moments(self) -> Iterator[Moment]:
+        """Of a micro-batch and of the update, in order."""
         everything, trainable = self._model.parameters, trained(self._model.parameters)
         shards: dict[Kind, int] = {
-            "parameters": self._shard(everything) * FP32,
-            "moments": self._shard(trainable) * FP32 * self._setting.states,
+            "parameters": self._shard(everything) * self._setting.state_size,
+            "moments": self._shard(trainable) * self._setting.state_size * self._setting.states,
         }
-        gradients = self._shard(trainable) * FP32
+        gradients = self._shard(trainable) * self._setting.state_size
         resident, host = (dict[Kind, int](), shards | {"gradients": gradients}) if self._offload else (shards, {})
         collected = gradients if self._setting.plan.accumulation > 1 and not self._offload else 0
         before = 0  # the buffer of the unit before, still being reduced
@@ -65,9 +66,13 @@ class _Sharded:
                 yield from self._reduce(span, unit, {**resident}, collected, around, host)
                 before = self._reduced(unit) or before
                 if self._setting.plan.accumulation == 1 and not self._offload:
-                    collected += self._reduced(unit) // self._ranks
+                    collected += self._shard(trained(self._model.unit(unit))) * self._setting.state_size
         shares = [self._shard((p,)) for p in trainable]
-        update: Bytes = {"temporaries": max(shares, default=0) * INT64, "gradients": 0 if self._offload else gradients}
+        passing = update_temporaries(self._setting, sum(shares), max(shares, default=0), self._setting.state_size)
+        update: Bytes = {
+            "temporaries": 0 if self._offload and self._setting.loop != "shardlab" else passing,
+            "gradients": 0 if self._offload else gradients,
+        }
         yield moment("the first update", resident, update, host=host)
 
     def _units(self, segment: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ is allocated there, by kind. It is arithmetic on shapes: no torch, no ranks, no 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from shardlab.plan import Bytes, Kind, ModelShape, Moment, ParameterShape, Plan, Span, Timeline
+from shardlab.plan import Bytes, Kind, Loop, ModelShape, Moment, ParameterShape, Plan, Span, Timeline
 
 FP32, BF16, INT64 = 4, 2, 8
 
@@ -21,11 +21,23 @@ class Setting:
     states: int
     timeline: Timeline
     accelerator: bool = False  # else the ranks are CPU processes, and offloaded state is in the same memory
+    loop: Loop = "shardlab"
 
     @property
     def compute_size(self) -> int:
-        """Bytes of a number that computes."""
-        return BF16 if self.plan.precision == "bf16" else FP32
+        """Bytes of a number of the weights that compute; where autocast casts them they are fp32."""
+        cast = self.loop == "hf" and self.plan.backend == "ddp"
+        return BF16 if self.plan.precision == "bf16" and not cast else FP32
+
+    @property
+    def state_size(self) -> int:
+        """Bytes of a number of sharded weights and their moments, where a backend makes no masters of its own."""
+        return BF16 if self.plan.precision == "bf16" and self.loop == "hf-bf16" else FP32
+
+    @property
+    def reduced_size(self) -> int:
+        """Bytes of a number of gradients while FSDP2 reduces them: fp32 with us, the computing weights' elsewhere."""
+        return FP32 if self.loop == "shardlab" else self.compute_size
 
 
 def moment(name: str, *parts: Bytes, host: Bytes | None = None) -> Moment:
@@ -52,6 +64,18 @@ def spans(setting: Setting, resident: Mapping[Kind, int], host: Bytes | None = N
     """Every span's highest point, where nothing but `resident` lies beside it."""
     for span in setting.timeline:
         yield moment(span_name(span, setting.model), resident, span.peak, host=host)
+
+
+def update_temporaries(setting: Setting, elements: int, biggest: int, size: int = FP32) -> int:
+    """Bytes that the first update makes and drops, of `elements` numbers in tensors of up to `biggest`.
+
+    Ours is fused, and the first one is checked: a tensor's bits are summed as 64-bit integers. torch's AdamW as it
+    comes takes the roots of all second moments at once on an accelerator (for-each), and a tensor's root and quotient,
+    one tensor after another, on a CPU.
+    """
+    if setting.loop == "shardlab":
+        return biggest * INT64
+    return elements * size if setting.accelerator else 2 * biggest * size
 
 
 def largest(parameters: tuple[ParameterShape, ...]) -> int:

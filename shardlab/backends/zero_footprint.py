@@ -7,7 +7,17 @@ own that is always there. In fp32 the masters are a second copy of the rank's pa
 
 from collections.abc import Iterator
 
-from shardlab.backends.placement import BF16, FP32, INT64, Setting, largest, moment, span_name, spans, trained
+from shardlab.backends.placement import (
+    BF16,
+    FP32,
+    Setting,
+    largest,
+    moment,
+    span_name,
+    spans,
+    trained,
+    update_temporaries,
+)
 from shardlab.backends.zero_config import PERSISTENCE_THRESHOLD, bucket_elements
 from shardlab.plan import ROOT, Bytes, Kind, Moment, Span
 
@@ -52,11 +62,19 @@ def _whole_weights(setting: Setting, stage: int) -> Iterator[Moment]:
         resident["communication"] = bucket
         yield from _stage_2(setting, resident, part, host)
     resident = {kind: bytes_ for kind, bytes_ in resident.items() if kind != "communication"}
-    # The rank's gradients are copied into one tensor; before and after, tensors' bits are summed as 64-bit integers.
+    # The rank's gradients are copied into one tensor.
     yield moment("update", resident, {"gradients": 0 if offload or in_place else 2 * part * FP32}, host=host)
-    check = min(part, largest(trained(setting.model.parameters))) * INT64
-    held: Bytes = {"gradients": 0 if offload or in_place else part * FP32, "temporaries": check}
-    yield moment("check after the first update", resident, held, host=host)
+    passing = _update(setting, part, largest(trained(setting.model.parameters)))
+    held: Bytes = {"gradients": 0 if offload or in_place else part * FP32, "temporaries": passing}
+    yield moment("the first update", resident, held, host=host)
+
+
+def _update(setting: Setting, part: int, biggest: int) -> int:
+    """What the update of a rank's `part` passes through: it is one flat tensor; the check of ours goes by tensors."""
+    if setting.loop == "shardlab":
+        return update_temporaries(setting, part, min(part, biggest))
+    moved = setting.accelerator and setting.plan.offload.optimizer == "cpu"
+    return 0 if moved else update_temporaries(setting, part, part)
 
 
 def _stage_1(setting: Setting, resident: Bytes, host: Bytes) -> Iterator[Moment]:
@@ -117,8 +135,8 @@ class _Stage3:
         for span in setting.timeline:
             own: Bytes = {"communication": self._gathered(span)}
             yield moment(span_name(span, model), resident, own, span.peak, host=host)
-        check = -(-largest(trained(model.parameters)) // world) * INT64
-        yield moment("check after the first update", resident, {"temporaries": check}, host=host)
+        passing = _update(setting, trainable, -(-largest(trained(model.parameters)) // world))
+        yield moment("the first update", resident, {"temporaries": passing}, host=host)
 
     def _gathered(self, span: Span) -> int:
         """The segment's parameters up to the limit of live ones, and one more bucket on its way."""

@@ -28,6 +28,12 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="A JSON file with more hardware to name.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every micro-batch, not only the largest that fits.")] = False,
+    loop: Annotated[
+        str, typer.Option(help="Whose loop: shardlab, hf (plain transformers, autocast) or hf-bf16 (bf16 weights).")
+    ] = "shardlab",
+    emit: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the chosen plan's files for other launchers there.")
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say of each other plan why it was not chosen.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -36,10 +42,14 @@ def plan(
     Needs no GPU and reads no weights.
 
     Examples: `shardlab plan recipe.yaml --nproc 2`, `shardlab plan recipe.yaml --hardware 2x8xH100-80G --explain`,
-    `shardlab plan --model my-model --seq 4096 --hardware 8xA100-80G --json`
+    `shardlab plan --model my-model --seq 4096 --hardware 8xA100-80G --json`,
+    `shardlab plan recipe.yaml --nproc 2 --emit planned`, `shardlab plan recipe.yaml --loop hf --emit planned`
     """
-    from shardlab.planner import show
-    from shardlab.planner.survey import survey_for
+    from shardlab.planner import handover, show
+    from shardlab.planner.survey import parse_loop, survey_for
 
-    found = survey_for(recipe, overrides or (), model, seq, nproc, hardware, hardware_file)
+    found = survey_for(recipe, overrides or (), model, seq, nproc, hardware, hardware_file, parse_loop(loop))
     typer.echo(json.dumps(show.as_dict(found)) if as_json else show.text(found, every=every, explain=explain))
+    if emit is not None:
+        written = ", ".join(str(path) for path in handover.write_files(emit, found))
+        typer.echo(f"written: {written}", err=as_json)

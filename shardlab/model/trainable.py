@@ -42,6 +42,11 @@ class Trainable(nn.Module):
     separates_documents = True  # whether documents in one row, by position_ids, do not see each other
 
     @property
+    def last(self) -> nn.Module | None:
+        """The module that the last segment begins with: `tail`, or a head that stands alone."""
+        return self.tail
+
+    @property
     def embedding(self) -> nn.Module | None:
         """The input embedding, where it is no part of another unit.
 

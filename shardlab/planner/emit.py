@@ -53,20 +53,30 @@ def general_config(name: str) -> dict[str, Any]:
         precision="bf16" if optimizer == "nvme" else "fp32",
         offload=Offload("none" if parameters == "none" else "cpu", "none" if optimizer == "none" else "cpu"),
     )
-    config = deepspeed_config(plan, REFERENCE_SIZES, accelerator=True)  # pinning is nothing to a CPU, and harmless
+    # Pinning is nothing to a CPU, and harmless.
+    config = _without_dead_keys(deepspeed_config(plan, REFERENCE_SIZES, accelerator=True))
     del config["train_batch_size"]
     zero = config["zero_optimization"]
-    for key in dead_keys(zero):
-        del zero[key]
     if optimizer == "nvme":
         zero["offload_optimizer"] |= {"device": "nvme", "nvme_path": NVME_PATH}
         zero["offload_param"] |= {"device": "nvme", "nvme_path": NVME_PATH, "buffer_size": NVME_BUFFER_ELEMENTS}
     return config
 
 
-def plan_config(plan: Plan, sizes: Sequence[int]) -> str:
-    """The ds_config of a ZeRO plan for a model whose parameters have `sizes` elements, as the text of a file."""
-    return as_text(deepspeed_config(plan, sizes))
+def plan_config(plan: Plan, sizes: Sequence[int], *, accelerator: bool | None = None) -> str:
+    """The ds_config of a ZeRO plan for a model whose parameters have `sizes` elements, as the text of a file.
+
+    `accelerator`: whether it is for a machine that has one; None is this machine.
+    """
+    return as_text(_without_dead_keys(deepspeed_config(plan, sizes, accelerator=accelerator)))
+
+
+def _without_dead_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """In place: what does nothing at the config's stage is not written."""
+    zero = config["zero_optimization"]
+    for key in dead_keys(zero):
+        del zero[key]
+    return config
 
 
 def as_text(config: dict[str, Any]) -> str:

@@ -6,18 +6,20 @@ allocator's own events. The process's memory is that and a term that was measure
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib import resources
 from itertools import combinations
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardlab.backends import ddp_footprint, fsdp_footprint, zero_footprint
+from shardlab.backends import ddp_footprint, fsdp_footprint, plain_footprint, zero_footprint
 from shardlab.backends.placement import Setting
 from shardlab.model.trainable import Trainable
-from shardlab.plan import ROOT, Footprint, ModelShape, Moment, ParameterShape, Plan, Timeline
+from shardlab.plan import ROOT, Footprint, Loop, ModelShape, Moment, ParameterShape, Plan, Timeline
 from shardlab.planner.cost import Cost, cost
 from shardlab.planner.machine import Machine
+from shardlab.planner.plain import PlainLoop, casts, weights_precision
 from shardlab.planner.storages import Passage, alike, on_the_line
 from shardlab.planner.trace import Gradients, Tracer, model_shape
 from shardlab.recipe import SGD, AdamW
@@ -32,10 +34,10 @@ def states_per_element(optimizer: AdamW | SGD) -> int:
     return 1 if optimizer.momentum else 0
 
 
-def gradients_of(plan: Plan) -> Gradients:
+def gradients_of(plan: Plan, loop: Loop = "shardlab") -> Gradients:
     """What becomes of a weight's gradient, as the trace is to run it."""
     if plan.backend == "ddp":
-        return "buffers"
+        return "buffers" if loop == "shardlab" else "units"
     if plan.backend == "fsdp":
         return "units"
     return "units" if plan.backend == "zero1" and plan.precision == "fp32" else "each"
@@ -54,8 +56,12 @@ class Predictor:
         optimizer: AdamW | SGD,
         *,
         accelerator: bool = False,
+        loop: Loop = "shardlab",
     ):
         self.shape = model_shape(module)
+        self.block_class = type(module.blocks[0]).__name__ if module.blocks else ""
+        self.loop = loop
+        self._module = module
         self._tracer = Tracer(module)
         self._batch = batch
         self._states = states_per_element(optimizer)
@@ -64,15 +70,21 @@ class Predictor:
         self._timelines: dict[tuple[Any, ...], Timeline] = {}
 
     def _timeline(self, plan: Plan) -> Timeline:
-        key = (plan.recompute, plan.micro_batch, plan.precision, gradients_of(plan))
+        gradients = gradients_of(plan, self.loop)
+        key = (*self._traced_as(plan), plan.micro_batch, gradients)
         if key not in self._timelines:
-            self._timelines[key] = self._tracer.spans(self._trace(plan), gradients_of(plan))
+            self._timelines[key] = self._tracer.spans(self._trace(plan), gradients)
         return self._timelines[key]
+
+    def _traced_as(self, plan: Plan) -> tuple[Any, ...]:
+        """What makes another trace necessary, beside the batch."""
+        plain_fsdp = self.loop != "shardlab" and plan.backend == "fsdp"
+        return plan.recompute, weights_precision(plan, self.loop), casts(plan, self.loop), plain_fsdp
 
     def _trace(self, plan: Plan) -> list[Passage]:
         """Two smaller micro-batches that ran the same operations give a larger one without a trace of its own."""
-        buffers, size = gradients_of(plan) == "buffers", plan.micro_batch
-        known = self._traces.setdefault((plan.recompute, plan.precision, buffers), {})
+        buffers, size = gradients_of(plan, self.loop) == "buffers", plan.micro_batch
+        known = self._traces.setdefault((*self._traced_as(plan), buffers), {})
         if size not in known:
             batch = self._batch(size)
             chunks = self._tracer.chunks(batch)
@@ -82,11 +94,23 @@ class Predictor:
                     known[size] = on_the_line(known[low], known[high], (size - low) / (high - low))
                     break
             else:
-                known[size] = self._tracer.trace(batch, plan.precision, plan.recompute, buffers=buffers)
+                if isinstance(self._module, PlainLoop):
+                    self._module.autocast = casts(plan, self.loop)
+                    self._module.units_are_blocks(only=plan.backend == "fsdp")
+                precision = weights_precision(plan, self.loop)
+                known[size] = self._tracer.trace(batch, precision, plan.recompute, buffers=buffers)
         return known[size]
 
     def _setting(self, plan: Plan) -> Setting:
-        return Setting(self.shape, plan, self._states, self._timeline(plan), self._accelerator)
+        return Setting(self._shape(plan), plan, self._states, self._timeline(plan), self._accelerator, self.loop)
+
+    def _shape(self, plan: Plan) -> ModelShape:
+        """The units of a plain loop's FSDP are its blocks; embedding and head stay with the root."""
+        if self.loop == "shardlab" or plan.backend != "fsdp":
+            return self.shape
+        apart = (self.shape.tail, self.shape.embedding)
+        parameters = (replace(p, unit=ROOT) if p.unit in apart else p for p in self.shape.parameters)
+        return replace(self.shape, parameters=tuple(parameters))
 
     def moments(self, plan: Plan) -> list[Moment]:
         """Every point of a step that could be the highest."""
@@ -100,12 +124,22 @@ class Predictor:
     def footprint(self, plan: Plan) -> Footprint:
         """The highest of them, and the process's memory there."""
         peak = max(self.moments(plan), key=lambda moment: moment.total)
-        return _process(peak, plan, accelerator=self._accelerator)
+        found = _process(peak, plan, accelerator=self._accelerator, loop=self.loop)
+        return replace(found, low=max(0, found.low - self._dropped(plan)))
+
+    def _dropped(self, plan: Plan) -> int:
+        """What a plain loop that drops the model's output at once (the HF Trainer's) has less of: the logits."""
+        if not isinstance(self._module, PlainLoop):
+            return 0
+        tokens = self._batch(plan.micro_batch)["input_ids"].numel()
+        size = 2 if weights_precision(plan, self.loop) == "bf16" else 4
+        return tokens * self._module.last.out_features * size
 
 
 def placed(setting: Setting) -> list[Moment]:
     """What the plan's backend says of it."""
-    part: Any = {"ddp": ddp_footprint, "fsdp": fsdp_footprint}.get(setting.plan.backend, zero_footprint)
+    unsharded = ddp_footprint if setting.loop == "shardlab" else plain_footprint
+    part: Any = {"ddp": unsharded, "fsdp": fsdp_footprint}.get(setting.plan.backend, zero_footprint)
     return list(part.footprint(setting))
 
 
@@ -117,12 +151,13 @@ def floor_bytes(model: nn.Module, plan: Plan, optimizer: AdamW | SGD, *, acceler
     return max(moment.total for moment in placed(setting))
 
 
-def _process(peak: Moment, plan: Plan, *, accelerator: bool) -> Footprint:
+def _process(peak: Moment, plan: Plan, *, accelerator: bool, loop: Loop) -> Footprint:
     """The process around the tensors: scratch of kernels, memory that malloc keeps for itself, whole pages."""
-    measured = _PROCESS["accelerator" if accelerator else ("alone" if plan.world_size == 1 else "ranks")]
+    ours = "alone" if plan.world_size == 1 else "ranks"
+    measured = _PROCESS["accelerator" if accelerator else (ours if loop == "shardlab" else "plain")]
     term, libraries = measured[plan.precision], _PROCESS["libraries"]
     host = libraries["zero"] if plan.backend.startswith("zero") else libraries["other"]
-    passing = sum(peak.bytes.get(kind, 0) for kind in ("activations", "head", "temporaries"))
+    passing = sum(peak.bytes.get(kind, 0) for kind in ("activations", "head", "logits", "temporaries"))
     extra = round(term["bytes"] + term["passing_share"] * passing)
     spread = round(term["spread_bytes"] + term["spread_share"] * peak.total)
     middle = peak.total + extra

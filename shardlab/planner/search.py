@@ -15,9 +15,10 @@ from shardlab.data.tokenizer import nominal_vocabulary
 from shardlab.errors import UserError
 from shardlab.model.build import build_shell
 from shardlab.model.trainable import make_trainable
-from shardlab.plan import BackendName, Footprint, Offload, Plan
+from shardlab.plan import BackendName, Footprint, Loop, ModelShape, Offload, Plan
 from shardlab.planner.cost import Cost
 from shardlab.planner.machine import Machine
+from shardlab.planner.plain import PlainLoop, plain_batch
 from shardlab.planner.predict import Predictor
 from shardlab.recipe import Recipe
 
@@ -55,10 +56,22 @@ class Survey:
     """All candidates, the recipe's own first if there is one; and the best that fits."""
 
     machine: Machine
-    parameters: int
-    trainable: int
+    recipe: Recipe
+    shape: ModelShape
+    block_class: str
     own: Candidate | None
     candidates: tuple[Candidate, ...]
+    loop: Loop = "shardlab"
+
+    @property
+    def parameters(self) -> int:
+        """Elements."""
+        return self.shape.numel()
+
+    @property
+    def trainable(self) -> int:
+        """Elements that have a gradient."""
+        return self.shape.numel(trainable=True)
 
     @property
     def fitting(self) -> list[Candidate]:
@@ -101,8 +114,8 @@ def _seconds(candidate: Candidate) -> float:
     return candidate.cost.seconds if candidate.cost is not None else float("inf")
 
 
-def predictor(recipe: Recipe, machine: Machine, vocabulary: int | None = None) -> Predictor:
-    """Footprints of this recipe's model, batch and optimizer.
+def predictor(recipe: Recipe, machine: Machine, vocabulary: int | None = None, loop: Loop = "shardlab") -> Predictor:
+    """Footprints of this recipe's model, batch and optimizer, in our loop or in a plain one.
 
     `vocabulary` is the tokenizer's, where it is known better than by its name. Raises UserError for a model that can't
     be planned.
@@ -112,12 +125,15 @@ def predictor(recipe: Recipe, machine: Machine, vocabulary: int | None = None) -
         raise UserError("data.builder: a plan needs rows of known length; it is for language models so far")
     vocabulary = nominal_vocabulary(data.tokenizer) if vocabulary is None else vocabulary
 
-    module = make_trainable(build_shell(recipe.model, vocabulary=vocabulary, sequence_length=data.sequence_length))
+    shell = build_shell(recipe.model, vocabulary=vocabulary, sequence_length=data.sequence_length)
+    module = make_trainable(shell) if loop == "shardlab" else PlainLoop(shell)
 
     def batch(micro_batch: int) -> dict[str, Tensor]:
+        if loop != "shardlab":
+            return plain_batch(micro_batch, data.sequence_length)
         return row_shapes(micro_batch, data.sequence_length, packed=data.packing)
 
-    return Predictor(module, batch, recipe.train.optimizer, accelerator=machine.accelerator)
+    return Predictor(module, batch, recipe.train.optimizer, accelerator=machine.accelerator, loop=loop)
 
 
 def row_shapes(micro_batch: int, sequence_length: int, *, packed: bool) -> dict[str, Tensor]:
@@ -138,16 +154,22 @@ def assess(plan: Plan, predictor: Predictor, machine: Machine) -> Candidate:
     return Candidate(plan, footprint, left, predictor.cost(plan, machine))
 
 
-def survey(recipe: Recipe, machine: Machine, own: Plan | None = None, predict: Predictor | None = None) -> Survey:
+def survey(
+    recipe: Recipe,
+    machine: Machine,
+    own: Plan | None = None,
+    predict: Predictor | None = None,
+    loop: Loop = "shardlab",
+) -> Survey:
     """Every candidate for `recipe` on `machine` up to the first that does not fit, and the recipe's own plan.
 
     `predict`, where there is one for this recipe and kind of machine already, saves building the model again.
     """
-    predict = predict or predictor(recipe, machine)
+    predict = predict or predictor(recipe, machine, loop=loop)
     base = own if own is not None else _base(recipe, machine.ranks)
     found: list[Candidate] = []
     full: set[tuple[str, Offload, str]] = set()
-    for plan in candidates(base, machine):
+    for plan in candidates(base, machine, loop):
         kind = (plan.backend, plan.offload, plan.recompute)
         if kind not in full:  # with more sequences at once it would fit still less
             found.append(assess(plan, predict, machine))
@@ -155,10 +177,12 @@ def survey(recipe: Recipe, machine: Machine, own: Plan | None = None, predict: P
                 full.add(kind)
     return Survey(
         machine,
-        predict.shape.numel(),
-        predict.shape.numel(trainable=True),
+        recipe,
+        predict.shape,
+        predict.block_class,
         assess(own, predict, machine) if own is not None else None,
         tuple(found),
+        loop,
     )
 
 
@@ -169,11 +193,13 @@ def _base(recipe: Recipe, ranks: int) -> Plan:
     return Plan("ddp", ranks, 1, share, share * ranks, train.precision, clip_grad_norm=clip, seed=seed)
 
 
-def candidates(base: Plan, machine: Machine) -> Iterator[Plan]:
+def candidates(base: Plan, machine: Machine, loop: Loop = "shardlab") -> Iterator[Plan]:
     """Plans that differ from `base` in backend, offload, recompute and micro-batch."""
     share = base.accumulation * base.micro_batch
     sizes = [size for size in MICRO_BATCHES if share % size == 0]
     for backend in BACKENDS if base.world_size > 1 or machine.accelerator else BACKENDS[:1]:
+        if backend == "fsdp" and loop != "shardlab" and not machine.accelerator:
+            continue  # on a CPU Accelerate turns it into DDP
         for offload in _offloads(backend, machine):
             for recompute in ("none", "full"):
                 for size in sizes:

@@ -16,6 +16,7 @@ _HEADS = {
     "moments": "moments",
     "activations": "activ.",
     "head": "head",
+    "logits": "logits",
     "communication": "comm.",
     "temporaries": "temp.",
     "libraries": "libs",

@@ -46,7 +46,8 @@ class Passage:
         entry, exit_, peak = (_bytes(point, skip) for point in (self.entry, self.exit, max(self.points, key=total)))
         if self.phase == "forward":
             # What does not outlive the span was never saved.
-            passing = max(0, sum(peak.values()) - sum(exit_.values()))
+            named = max(0, peak.get("logits", 0) - exit_.get("logits", 0))
+            passing = max(0, sum(peak.values()) - sum(exit_.values()) - named)
             passing = min(passing, peak.get(self.kind, 0))
             peak = {
                 **peak,
@@ -89,6 +90,7 @@ class Storages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.kind: Kind = "activations"
+        self.vocabulary: int | None = None  # of logits that are whole: they are a kind by themselves
         self.times = 1  # how often what is computed now is computed in truth
         self.passages: list[Passage] = []
         self._sizes: dict[int, tuple[int, Kind]] = {}
@@ -121,9 +123,14 @@ class Storages(TorchDispatchMode):
             self._before.add(key)  # a view of something that was there before: it outlives the trace
             return
         size = storage.nbytes()
-        self._sizes[key] = (size, self.kind)
-        self._live[self.kind] += size
+        kind = "logits" if self._are_logits(tensor) else self.kind
+        self._sizes[key] = (size, kind)
+        self._live[kind] += size
         weakref.finalize(storage, self._free, key)
+
+    def _are_logits(self, tensor: Tensor) -> bool:
+        # Weights' gradients are two-dimensional too, but none has the vocabulary for its last dimension.
+        return self.vocabulary is not None and tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary
 
     def _free(self, key: int) -> None:
         size, kind = self._sizes.pop(key)

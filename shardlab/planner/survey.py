@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from shardlab.errors import UserError
+from shardlab.plan import Loop
 from shardlab.planner.machine import Machine, parse_hardware, this_machine
 from shardlab.planner.resolve import resolve
 from shardlab.planner.search import Survey, survey
@@ -21,6 +22,7 @@ def survey_for(
     ranks: int | None,
     hardware: str | None,
     hardware_file: Path | None,
+    loop: Loop = "shardlab",
 ) -> Survey:
     """Raises UserError where neither a recipe nor a model is given, and for what the recipe or the hardware lacks."""
     if recipe_file is None and model is None:
@@ -28,8 +30,8 @@ def survey_for(
     recipe = load_recipe(recipe_file, overrides) if recipe_file is not None else None
     machine = _machine(recipe, ranks, hardware, hardware_file)
     if recipe is not None and model is None and sequence_length is None:
-        return survey(recipe, machine, resolve(recipe, world_size=machine.ranks))
-    return survey(_adapted(recipe, model, sequence_length, machine), machine, None)
+        return survey(recipe, machine, resolve(recipe, world_size=machine.ranks), loop=loop)
+    return survey(_adapted(recipe, model, sequence_length, machine), machine, loop=loop)
 
 
 def _machine(recipe: Recipe | None, ranks: int | None, hardware: str | None, file: Path | None) -> Machine:
@@ -51,3 +53,11 @@ def _adapted(recipe: Recipe | None, model: Path | None, sequence_length: int | N
         values["data"] = {**values.get("data", {}), "tokenizer": "bytes"}
         values["train"] = {"global_batch_size": SEQUENCES_PER_RANK * machine.ranks}
     return Recipe.from_dict(values)
+
+
+def parse_loop(text: str) -> Loop:
+    """Raises UserError for a loop that is not known."""
+    loop = next((known for known in get_args(Loop) if known == text), None)
+    if loop is None:
+        raise UserError(f"--loop {text}: expected {', '.join(get_args(Loop))}")
+    return cast(Loop, loop)

@@ -22,6 +22,7 @@ from shardlab.errors import UserError
 from shardlab.model.head import HeadLoss
 from shardlab.model.trainable import Recompute, Trainable
 from shardlab.plan import ROOT, Bytes, Kind, ModelShape, ParameterShape, Precision, Span, Timeline
+from shardlab.planner.plain import PlainLoop
 from shardlab.planner.storages import Passage, Storages
 
 # What becomes of a weight's gradient: added at once to a buffer that is there already; handed on as soon as it is
@@ -35,8 +36,8 @@ def model_shape(module: Trainable) -> ModelShape:
     """The parameters of `module`, before anything is sharded, and the units they belong to."""
     count = len(module.blocks)
     units: list[tuple[int, nn.Module]] = list(enumerate(module.blocks, start=1))
-    if module.tail is not None and not module.tied:
-        units.append((count + 1, module.tail))
+    if module.last is not None and not module.tied:
+        units.append((count + 1, module.last))
     if module.embedding is not None:
         units.append((count + 2, module.embedding))
     unit_of = {id(parameter): index for index, unit in units for parameter in unit.parameters()}
@@ -44,7 +45,7 @@ def model_shape(module: Trainable) -> ModelShape:
         ParameterShape(name, tuple(parameter.shape), parameter.requires_grad, unit_of.get(id(parameter), ROOT))
         for name, parameter in module.named_canonical()
     )
-    return ModelShape(shapes, count, module.tail is not None)
+    return ModelShape(shapes, count, module.last is not None)
 
 
 class Tracer:
@@ -69,7 +70,9 @@ class Tracer:
     def spans(self, passages: list[Passage], gradients: Gradients) -> Timeline:
         """A trace as the spans of all blocks."""
         spans = [passage.span(without="gradients" if gradients == "each" else None) for passage in passages]
-        return tuple(_extended(spans, self._blocks)) if self._repeats else tuple(spans)
+        if not self._repeats:
+            return tuple(spans)
+        return tuple(_extended(spans, self._blocks, keeps_output=isinstance(self._module, PlainLoop)))
 
     def trace(
         self, batch: Mapping[str, Tensor], precision: Precision, recompute: Recompute, *, buffers: bool
@@ -95,8 +98,10 @@ class Tracer:
     def chunks(self, batch: Mapping[str, Tensor]) -> tuple[int, ...] | None:
         """Rows of the chunks that the head is traced with: batches with the same ones differ by their size alone.
 
-        None without a head of ours.
+        None for a model that brings its own loss.
         """
+        if isinstance(self._module, PlainLoop):
+            return ()
         tail = self._module.tail
         return None if tail is None else tuple(rows.stop - rows.start for rows, _ in _ends(tail, batch["targets"]))
 
@@ -167,20 +172,26 @@ def _keep_three(module: Trainable) -> None:
     module.blocks = list(blocks)
 
 
-def _extended(spans: list[Span], blocks: int) -> Iterator[Span]:
+def _extended(spans: list[Span], blocks: int, *, keeps_output: bool) -> Iterator[Span]:
     """The spans of `blocks` equal blocks from those of three."""
     extra = blocks - _TRACED_BLOCKS
     forward = {span.segment: span for span in spans if span.phase == "forward"}
+    backward = {span.segment: span for span in spans if span.phase == "backward"}
     left = _difference(forward[3].entry, forward[2].entry)  # what a block leaves behind
+    # What of that its backward pass does not free: keys and values that a plain loop's output holds.
+    stays = _difference(left, _difference(backward[2].entry, backward[1].entry)) if keeps_output else {}
     for span in spans:
         shift, number = 0, span.segment
-        if number >= _TRACED_BLOCKS or (number == ROOT and span is spans[-1] and span.phase == "forward"):
+        if number >= _TRACED_BLOCKS:
             shift, number = extra, number + extra
+        after = extra - shift if span.phase == "backward" else 0  # blocks left out whose backward pass has ended
         if span.segment != 2:
-            yield _moved(span, number, left, shift)
+            yield _moved(_moved(span, number, left, shift), number, stays, after)
         else:
             order = range(extra + 1) if span.phase == "forward" else reversed(range(extra + 1))
-            yield from (_moved(span, 2 + index, left, index) for index in order)
+            for index in order:
+                one = _moved(span, 2 + index, left, index)
+                yield _moved(one, 2 + index, stays, extra - index if span.phase == "backward" else 0)
 
 
 def _difference(one: Bytes, other: Bytes) -> dict[Kind, int]:
@@ -203,6 +214,8 @@ class _Run:
         self._storages = Storages()
         self._unit_of = {p.name: p.unit for p in model_shape(module).parameters}
         self._owned: dict[int, list[nn.Parameter]] = {}
+        if isinstance(module, PlainLoop):
+            self._storages.vocabulary = module.last.out_features
 
     def passages(self, batch: Mapping[str, Tensor]) -> list[Passage]:
         module, storages = self._module, self._storages
@@ -216,10 +229,12 @@ class _Run:
             with storages:
                 self._enter("forward", ROOT)
                 loss = module(batch, 1.0)
-                self._enter("backward", self._tail if module.tail is not None else len(module.blocks))
+                self._enter("backward", self._tail if module.last is not None else len(module.blocks))
                 loss.backward()
                 del loss
                 self._close()
+                if isinstance(module, PlainLoop):
+                    module.output = None
         finally:
             for hook in hooks:
                 hook.remove()
@@ -241,8 +256,8 @@ class _Run:
 
     def _segments(self) -> Iterator[tuple[int, nn.Module]]:
         yield from enumerate(self._module.blocks, start=1)
-        if self._module.tail is not None:
-            yield self._tail, self._module.tail
+        if self._module.last is not None:
+            yield self._tail, self._module.last
 
     def _watch(self, index: int, unit: nn.Module) -> Iterator[Any]:
         """The forward pass enters with the unit's call, the backward pass of what is before it with its input."""
@@ -279,7 +294,7 @@ class _Run:
         if self._storages.passages:
             self._close()
         kind: Kind = "temporaries" if phase == "backward" else "activations"
-        if phase == "forward" and self._module.tail is not None and segment == self._tail:
+        if phase == "forward" and self._module.last is not None and segment == self._tail:
             kind = "head"
         self._storages.begin(phase, segment, kind)
 
