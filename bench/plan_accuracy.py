@@ -3,13 +3,15 @@
 Each cell is a run of `shardlab train` on random weights; measured is the peak of the rank with the larger one, above
 what its libraries hold before there is a model. Errors are of the interval's middle; `inside` says whether the measured
 peak lies in the interval. DeepSpeed's estimators and Accelerate's `estimate-memory` are asked about the same models:
-the first about states on a GPU, the second about the whole training of one process.
+the first about states on a GPU, the second about the whole training of one process. Cells marked hf are a loop that is
+not ours, `plain_loop.py`, and what `shardlab plan --loop` says of it.
 """
 
 import argparse
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -51,6 +53,7 @@ class Cell:
     micro_batch: int = 1
     accumulation: int = 1
     offload: bool = False
+    loop: str = "shardlab"
 
     def recipe(self, directory: Path) -> dict[str, Any]:
         config = directory / f"{self.model}.json"
@@ -92,6 +95,13 @@ def cells() -> Iterator[Cell]:
     yield Cell("gpt2", "ddp", ranks=1, micro_batch=4)
     yield Cell("qwen2", "fsdp", precision="bf16", accumulation=4)
     yield Cell("gpt2", "zero2", precision="bf16", accumulation=4)
+    for ranks in (1, 2):
+        yield Cell("llama", "ddp", ranks, loop="hf")
+        yield Cell("llama", "ddp", ranks, precision="bf16", micro_batch=4, loop="hf")
+    yield Cell("llama-64k", "ddp", 1, loop="hf")
+    yield Cell("llama-tied", "ddp", 1, recompute="full", micro_batch=4, loop="hf")
+    yield Cell("gpt2", "ddp", 1, accumulation=4, loop="hf")
+    yield Cell("llama", "ddp", 1, precision="bf16", loop="hf-bf16")
 
 
 def main() -> int:
@@ -129,17 +139,11 @@ def measure(chosen: list[Cell]) -> Report:
 
 def _row(cell: Cell, directory: Path) -> dict[str, Any]:
     say(f"{cell} ...")
-    recipe, output = directory / "recipe.yaml", directory / f"run-{abs(hash(cell))}"
+    recipe = directory / "recipe.yaml"
     recipe.write_text(json.dumps(cell.recipe(directory)))
-    command = [sys.executable, "-m", "shardlab", "train", recipe, "--nproc", str(cell.ranks), "--output", output]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{cell} ended with {done.returncode}:\n{done.stderr}")
-    summary = json.loads((output / "summary.json").read_text())
-    bases, peaks = summary["base_memory_bytes"], summary["peak_memory_bytes"]
-    measured = max(peak - base for base, peak in zip(bases, peaks, strict=True))
-    predicted = summary["predicted_memory_bytes"]
-    what = [cell.model, cell.backend, f"x{cell.ranks}", cell.precision]
+    predicted, measured = (_ours if cell.loop == "shardlab" else _plain)(cell, recipe)
+    what = [] if cell.loop == "shardlab" else [cell.loop]
+    what += [cell.model, cell.backend, f"x{cell.ranks}", cell.precision]
     what += [f"recompute {cell.recompute}"] * (cell.recompute != "none") + ["offload"] * cell.offload
     return {
         "cell": " ".join([*what, f"{cell.micro_batch} x {cell.accumulation}"]),
@@ -150,6 +154,37 @@ def _row(cell: Cell, directory: Path) -> dict[str, Any]:
         "DeepSpeed's": _deepspeed(cell),
         "Accelerate's": _accelerate(cell),
     }
+
+
+def _ours(cell: Cell, recipe: Path) -> tuple[dict[str, Any], int]:
+    """Of a run of `shardlab train`: what it predicted, and the peak of the rank with the larger one."""
+    output = recipe.parent / f"run-{abs(hash(cell))}"
+    _run(cell, [sys.executable, "-m", "shardlab", "train", recipe, "--nproc", cell.ranks, "--output", output])
+    summary = json.loads((output / "summary.json").read_text())
+    bases, peaks = summary["base_memory_bytes"], summary["peak_memory_bytes"]
+    return summary["predicted_memory_bytes"], max(peak - base for base, peak in zip(bases, peaks, strict=True))
+
+
+def _plain(cell: Cell, recipe: Path) -> tuple[dict[str, Any], int]:
+    """The same of a loop that is not ours."""
+    plan = [sys.executable, "-m", "shardlab", "plan", recipe, "--nproc", cell.ranks, "--loop", cell.loop, "--json"]
+    predicted = json.loads(_run(cell, plan))["recipe"]["footprint"]
+    settings, result = recipe.with_name("settings.json"), recipe.with_name("result.json")
+    asked = {name: getattr(cell, name) for name in ("precision", "recompute", "micro_batch", "accumulation", "loop")}
+    settings.write_text(json.dumps({**asked, "model": MODELS[cell.model], "sequence_length": SEQUENCE}))
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", cell.ranks] if cell.ranks > 1 else []
+    _run(cell, [sys.executable, *ranks, Path(__file__).with_name("plain_loop.py"), settings, result])
+    return predicted, max(json.loads(result.read_text())["peaks"])
+
+
+def _run(cell: Cell, command: list[Any]) -> str:
+    # The malloc of the launch line that `shardlab plan --emit` writes; our own loop sets its own.
+    malloc = {} if cell.loop == "shardlab" else {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_ARENA_MAX": "2"}
+    environment = {**os.environ, **malloc}
+    done = subprocess.run([str(part) for part in command], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{cell} ended with {done.returncode}:\n{done.stderr}")
+    return done.stdout
 
 
 def _model(cell: Cell) -> Any:
