@@ -29,6 +29,9 @@ def doctor(
         list[str] | None, typer.Option(metavar="KEY", help="An unknown key, or a glob of some, that is meant.")
     ] = None,
     self_test: Annotated[bool, typer.Option(help="Train a step on two ranks with every backend.")] = True,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine's speed, for `plan` and `tune`; about a minute.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """What is wrong with this machine, with a configuration file, or between two configurations.
@@ -36,11 +39,14 @@ def doctor(
     Ends with code 1 if a check fails or the two differ, with 2 if a file has errors.
 
     Examples: `shardlab doctor`, `shardlab doctor --ds-config ds.json --accelerate acc.yaml --model my-model`,
-    `shardlab doctor --parity recipe.yaml ds.json`
+    `shardlab doctor --parity recipe.yaml ds.json`,
+    `shardlab doctor --calibrate`
     """
     from shardlab.doctor import report
 
-    if parity is not None:
+    if calibrate:
+        code = report.calibrate(as_json=as_json, say=typer.echo)
+    elif parity is not None:
         code = report.compare(*parity, model, as_json=as_json, say=typer.echo)
     elif ds_config is not None or accelerate is not None:
         code = report.lint(ds_config, accelerate, model, nproc, allow or (), as_json=as_json, say=typer.echo)

@@ -67,13 +67,18 @@ def compute_rates(device: torch.device, seconds: float, *, tokens: int = 512, wi
         busy = quickest(trial, seconds, device) - work.operations * operation
         return float(getattr(work, kind)) / max(busy, 1e-9)
 
-    return {
+    figures: dict[str, Any] = {
         "operation": operation,
         "products": {p: rate(_products(device, dtype, tokens, width), "products") for p, dtype in DTYPES.items()},
         "attention": {p: rate(_attention(device, dtype, tokens, width), "attention") for p, dtype in DTYPES.items()},
         "memory": rate(_elementwise(device, tokens, width), "moved"),
         "stream": rate(_stream(device, 32 * tokens * width), "moved"),
     }
+    if device.type != "cpu":  # for what is offloaded
+        host, size = torch.zeros(32 * tokens * width, pin_memory=True), 32 * tokens * width * 4
+        figures["host_link"] = size / quickest(lambda: host.to(device, non_blocking=True), seconds, device)
+        figures["host_memory"] = rate(_stream(torch.device("cpu"), 32 * tokens * width), "moved")
+    return figures
 
 
 def _leaf(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -49,6 +49,16 @@ def lint(
     return ExitCode.USER if counts["error"] else ExitCode.DONE
 
 
+def calibrate(*, as_json: bool, say: Say) -> int:
+    """Measure the machine's speed for the planner, and keep it."""
+    from shardlab.doctor.calibrate import calibrate as figures_of
+    from shardlab.doctor.calibrate import lines
+
+    found = figures_of()
+    say(json.dumps(found, indent=1) if as_json else "\n".join(lines(found)))
+    return ExitCode.DONE
+
+
 def compare(a: Path, b: Path, model: Path | None, *, as_json: bool, say: Say) -> int:
     """Run both configurations, and say whether they compute the same."""
     from shardlab.doctor.parity import compare as verdict_on
