@@ -55,7 +55,13 @@ class Cell:
     offload: bool = False
     loop: str = "shardlab"
 
-    def recipe(self, directory: Path) -> dict[str, Any]:
+    def __str__(self) -> str:
+        what = [] if self.loop == "shardlab" else [self.loop]
+        what += [self.model, self.backend, f"x{self.ranks}", self.precision]
+        what += [f"recompute {self.recompute}"] * (self.recompute != "none") + ["offload"] * self.offload
+        return " ".join([*what, f"{self.micro_batch} x {self.accumulation}"])
+
+    def recipe(self, directory: Path, steps: int) -> dict[str, Any]:
         config = directory / f"{self.model}.json"
         config.write_text(json.dumps(MODELS[self.model]))
         moved = ("optimizer",) if self.backend in ("zero1", "zero2") else ("optimizer", "parameters")
@@ -63,7 +69,7 @@ class Cell:
             "model": {"config": str(config)},
             "data": {"tokenizer": "bytes", "sequence_length": SEQUENCE, "evaluation_fraction": 0.0},
             "train": {
-                "steps": STEPS,
+                "steps": steps,
                 "global_batch_size": self.micro_batch * self.accumulation * self.ranks,
                 "precision": self.precision,
             },
@@ -137,16 +143,26 @@ def measure(chosen: list[Cell]) -> Report:
     return report
 
 
+def run_cell(cell: Cell, directory: Path, steps: int = STEPS) -> dict[str, Any]:
+    """The summary of a run of `shardlab train`."""
+    output = directory / f"run-{abs(hash(cell))}"
+    recipe = _write_recipe(cell, directory, steps)
+    _run(cell, [sys.executable, "-m", "shardlab", "train", recipe, "--nproc", cell.ranks, "--output", output])
+    summary: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    return summary
+
+
+def _write_recipe(cell: Cell, directory: Path, steps: int) -> Path:
+    recipe = directory / "recipe.yaml"
+    recipe.write_text(json.dumps(cell.recipe(directory, steps)))
+    return recipe
+
+
 def _row(cell: Cell, directory: Path) -> dict[str, Any]:
     say(f"{cell} ...")
-    recipe = directory / "recipe.yaml"
-    recipe.write_text(json.dumps(cell.recipe(directory)))
-    predicted, measured = (_ours if cell.loop == "shardlab" else _plain)(cell, recipe)
-    what = [] if cell.loop == "shardlab" else [cell.loop]
-    what += [cell.model, cell.backend, f"x{cell.ranks}", cell.precision]
-    what += [f"recompute {cell.recompute}"] * (cell.recompute != "none") + ["offload"] * cell.offload
+    predicted, measured = (_ours if cell.loop == "shardlab" else _plain)(cell, directory)
     return {
-        "cell": " ".join([*what, f"{cell.micro_batch} x {cell.accumulation}"]),
+        "cell": str(cell),
         **{key: predicted[key] / MiB for key in ("tensors", "low", "middle", "high")},
         "measured": measured / MiB,
         "error %": 100 * (predicted["middle"] / measured - 1),
@@ -156,17 +172,16 @@ def _row(cell: Cell, directory: Path) -> dict[str, Any]:
     }
 
 
-def _ours(cell: Cell, recipe: Path) -> tuple[dict[str, Any], int]:
-    """Of a run of `shardlab train`: what it predicted, and the peak of the rank with the larger one."""
-    output = recipe.parent / f"run-{abs(hash(cell))}"
-    _run(cell, [sys.executable, "-m", "shardlab", "train", recipe, "--nproc", cell.ranks, "--output", output])
-    summary = json.loads((output / "summary.json").read_text())
+def _ours(cell: Cell, directory: Path) -> tuple[dict[str, Any], int]:
+    """What a run of `shardlab train` predicted, and the peak of the rank with the larger one."""
+    summary = run_cell(cell, directory)
     bases, peaks = summary["base_memory_bytes"], summary["peak_memory_bytes"]
     return summary["predicted_memory_bytes"], max(peak - base for base, peak in zip(bases, peaks, strict=True))
 
 
-def _plain(cell: Cell, recipe: Path) -> tuple[dict[str, Any], int]:
+def _plain(cell: Cell, directory: Path) -> tuple[dict[str, Any], int]:
     """The same of a loop that is not ours."""
+    recipe = _write_recipe(cell, directory, STEPS)
     plan = [sys.executable, "-m", "shardlab", "plan", recipe, "--nproc", cell.ranks, "--loop", cell.loop, "--json"]
     predicted = json.loads(_run(cell, plan))["recipe"]["footprint"]
     settings, result = recipe.with_name("settings.json"), recipe.with_name("result.json")

@@ -116,6 +116,25 @@ def test_the_watching_pages_snippets_work(tmp_path: Path) -> None:
     assert (tmp_path / "runs/watched/model/model.safetensors").is_file()
 
 
+@pytest.mark.slow
+def test_the_planning_pages_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDLAB_CACHE", str(tmp_path / "cache"))  # this machine's own calibration is left alone
+    (tmp_path / "text.txt").write_text("alpha beta gamma " * 400, encoding="utf-8")
+    data = "data: {files: [text.txt], tokenizer: bytes, sequence_length: 32}"
+    train = "train: {steps: 2, global_batch_size: 16, precision: fp32}"
+    (tmp_path / "recipe.yaml").write_text(f"model: {{preset: tiny}}\n{data}\n{train}\n", encoding="utf-8")
+    (tmp_path / "my-model").mkdir()
+    config = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, '
+    config += '"num_attention_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096}'
+    (tmp_path / "my-model/config.json").write_text(config, encoding="utf-8")
+    planning, trying = blocks_of("planning.md", "bash")
+    assert "fastest that fits" in run(["bash", "-euo", "pipefail", "-c", planning], tmp_path)
+    said = run(["bash", "-euo", "pipefail", "-c", trying], tmp_path)
+    assert f"kept in {tmp_path / 'cache/calibration.json'}" in said
+    assert "wrote recipe-tuned.yaml" in said
+    assert (tmp_path / "runs/recipe-tuned/model/config.json").is_file()
+
+
 def _valid(text: str) -> None:
     import yaml
 

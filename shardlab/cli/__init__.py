@@ -12,7 +12,7 @@ from shardlab import __version__
 from shardlab.cli import checkpoints, data
 from shardlab.cli.diagnosis import doctor
 from shardlab.cli.models import evaluate, generate, merge
-from shardlab.cli.planning import plan
+from shardlab.cli.planning import plan, tune
 from shardlab.cli.training import compare, init, train
 
 app = typer.Typer(
@@ -53,6 +53,7 @@ def _common(
 app.command()(init)
 app.command()(train)
 app.command()(plan)
+app.command()(tune)
 app.command()(compare)
 app.command(name="eval")(evaluate)
 app.command()(generate)

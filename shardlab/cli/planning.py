@@ -1,4 +1,4 @@
-"""`plan`: what fits, and which way to take."""
+"""`plan` and `tune`: what fits and which way to take, by prediction and by trial."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardlab.cli.options import Json, Overrides
+from shardlab.cli.options import Json, Overrides, RecipeFile, to_stderr
 
 
 def plan(
@@ -53,3 +53,49 @@ def plan(
     if emit is not None:
         written = ", ".join(str(path) for path in handover.write_files(emit, found))
         typer.echo(f"written: {written}", err=as_json)
+
+
+def tune(
+    recipe: RecipeFile,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks to start here. [default: the recipe's, or 1]")] = None,
+    overrides: Overrides = None,
+    top: Annotated[int, typer.Option(min=1, help="Plans to measure besides the recipe's own.")] = 5,
+    steps: Annotated[int, typer.Option(min=3, help="Optimizer steps of each; the first two are not timed.")] = 6,
+    limit: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="The longest a plan is tried.")] = 900.0,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The tuned recipe. [default: RECIPE-tuned.yaml beside it]"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Try the fastest plans for a few real steps, and write the recipe with the one that was fastest.
+
+    A plan that runs out of memory or fails is noted, and the next one is tried; where all fail the code is 2.
+
+    Examples: `shardlab tune recipe.yaml --nproc 2`, `shardlab tune recipe.yaml --top 3 --output fast.yaml`
+    """
+    from shardlab.errors import UserError
+    from shardlab.planner.survey import survey_for
+    from shardlab.recipe import load_recipe
+    from shardlab.train import tune as tuning
+    from shardlab.train.start import under_launcher
+
+    if under_launcher():
+        raise UserError("tune starts ranks of its own: run it without a launcher, with --nproc")
+    file = output or recipe.with_name(f"{recipe.stem}-tuned.yaml")
+    if file.exists():
+        raise UserError(f"{file} exists already; choose another --output, or remove it")
+    say, loaded = to_stderr if as_json else typer.echo, load_recipe(recipe, overrides or ())
+    found = survey_for(recipe, overrides or (), None, None, nproc, None, None)
+    tried = []
+    for trial in tuning.trials(found, tuning.tried_on_ranks(loaded, steps, limit), top):
+        tried.append(trial)
+        say(tuning.line(trial))
+    chosen = tuning.best(tried)
+    if as_json:
+        typer.echo(json.dumps(tuning.as_dict(tried) | {"output": str(file) if chosen is not None else None}))
+    if chosen is None:
+        raise UserError(tuning.nothing_ran(found, tried))
+    file.write_text(tuning.tuned(loaded, tried), encoding="utf-8")
+    ranks = chosen.plan.world_size
+    say(f"fastest: {tuning.line(chosen)}\nwrote {file}; next: shardlab train {file} --nproc {ranks}")

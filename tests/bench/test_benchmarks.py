@@ -43,6 +43,13 @@ def test_plan_accuracy() -> None:
     assert row["measured"] > 0
 
 
+@pytest.mark.slow
+def test_cost_accuracy() -> None:
+    (row,) = report("cost_accuracy.py", "--size", "tiny", "--steps", "3")["rows"]
+    assert row["cell"] == "tiny ddp x1 fp32 1 x 1"
+    assert row["predicted / measured"] == pytest.approx(row["predicted s"] / row["measured s"])
+
+
 def test_attention() -> None:
     result = report("attention.py", "--rounds", "1", "--shapes", "4 x 4 x 256 x 64")
     assert len(result["rows"]) == 4
