@@ -14,9 +14,10 @@ from shardlab.backends.base import all_reduce_sum
 from shardlab.errors import UserError
 from shardlab.plan import Footprint, Plan
 from shardlab.planner.calibration import measured
-from shardlab.planner.machine import Machine
+from shardlab.planner.machine import Machine, this_machine
 from shardlab.planner.names import gib, name, settings
 from shardlab.planner.predict import Predictor, floor_bytes
+from shardlab.planner.resolve import resolve
 from shardlab.planner.search import assess, predictor, survey
 from shardlab.recipe import Recipe
 from shardlab.topology import Topology
@@ -108,6 +109,25 @@ class Foresight:
         took = f"a step took {measured:.3g} s; " if measured is not None else ""
         rates = self._machine.rates
         return cost.seconds, f"{took}predicted {cost.seconds:.3g}, by rates {rates.source if rates else ''}"
+
+
+def after_a_kill(recipe: Recipe, ranks: int) -> str | None:
+    """What the plan for `ranks` on this host had predicted; None where it has no prediction.
+
+    For a job of which the system killed a rank: it says nothing else of why.
+    """
+    machine = this_machine(ranks)
+    try:
+        plan = resolve(recipe, world_size=ranks)
+        own = assess(plan, predictor(recipe, machine), machine)
+    except UserError:
+        return None
+    low, high = (size + own.footprint.libraries for size in (own.footprint.low, own.footprint.high))
+    text = (
+        f"the plan ({name(plan)}) had predicted {gib(low)} to {gib(high)} GiB a rank at most, in the "
+        f"{own.footprint.moment}; there are {gib(machine.memory_bytes)} for each"
+    )
+    return text if own.fits else f"{text}: see `shardlab plan` for what fits"
 
 
 def _machine(topology: Topology) -> Machine:

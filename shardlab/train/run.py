@@ -130,6 +130,8 @@ def _train(
     summary = {key: spelled(value) for key, value in summary.items()}
     if main:
         _write_json(output / "summary.json", summary)
+        foreseen = {key: summary[key] for key in ("predicted_memory_bytes", "predicted_seconds_per_step")}
+        _write_json(output / "plan.json", dataclasses.asdict(engine.plan) | foreseen)
         say(memory)
         if time_said is not None:
             say(time_said)

@@ -1,5 +1,6 @@
 """Starting a job: as a rank of a launcher's, in this process, or as ranks of our own launcher."""
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from shardlab.topology import announced_rank, launcher_name
 from shardlab.train.tracking import check_trackers
 
 RUNS = Path("runs")
+_KILLED = 128 + signal.SIGKILL
 
 
 def start(
@@ -46,13 +48,20 @@ def start(
 
     command = [sys.executable, "-m", "shardlab", *arguments]
     resumed = [argument for argument in command if not argument.startswith("--resume")]
-    return launch(
+    code = launch(
         command,
         count,
         stop_grace_seconds=recipe.checkpoint.grace_seconds,
         max_restarts=max_restarts,
         restart_command=[*resumed, "--resume=auto"],
     )
+    if code == _KILLED:
+        from shardlab.train.foresight import after_a_kill
+
+        explanation = after_a_kill(recipe, count)
+        if explanation is not None:
+            print(explanation, file=sys.stderr, flush=True)
+    return code
 
 
 def is_taken(output: Path, resume: str | None) -> bool:

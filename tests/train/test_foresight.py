@@ -11,9 +11,10 @@ from shardlab.errors import UserError
 from shardlab.model.build import build_shell
 from shardlab.plan import Plan
 from shardlab.planner.machine import GIB
+from shardlab.planner.names import gib
 from shardlab.recipe import Recipe
 from shardlab.topology import Topology
-from shardlab.train.foresight import Foresight
+from shardlab.train.foresight import Foresight, after_a_kill
 from tests.train.support import shardlab, write_recipe
 
 MIB = 2**20
@@ -28,16 +29,20 @@ THIRTY_MILLION: dict[str, Any] = {
 }
 
 
-def foresee(directory: Path, memory_of_a_rank: int, backend: Any = "ddp") -> None:
-    config = directory / "config.json"
-    config.write_text(json.dumps(THIRTY_MILLION))
-    recipe = Recipe.from_dict(
+def _recipe(config: Path) -> Recipe:
+    return Recipe.from_dict(
         {
             "model": {"config": str(config)},
             "data": {"tokenizer": "bytes", "sequence_length": 128},
             "train": {"global_batch_size": 2, "precision": "fp32"},
         }
     )
+
+
+def foresee(directory: Path, memory_of_a_rank: int, backend: Any = "ddp") -> None:
+    config = directory / "config.json"
+    config.write_text(json.dumps(THIRTY_MILLION))
+    recipe = _recipe(config)
     # Two ranks are planned for; this process stands for one of them, without the other to talk to.
     alone = dataclasses.replace(Topology.detect(), host_memory_bytes=memory_of_a_rank)
     foresight = Foresight(recipe, Plan(backend, 2, 1, 1, 2, "fp32"), alone, vocabulary=257)
@@ -62,6 +67,20 @@ def test_a_plan_that_fits_is_not(tmp_path: Path) -> None:
 def test_where_nothing_fits_that_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no other plan for 2 ranks here fits either"):
         foresee(tmp_path, 400 * MIB)
+
+
+@pytest.mark.parametrize(("memory", "advice"), [(64 * GIB, False), (700 * MIB, True)])
+def test_a_kill_is_told_with_what_was_predicted(
+    memory: int, advice: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """https://github.com/deepspeedai/DeepSpeed/issues/3613: what the plan had promised, and what there was."""
+    monkeypatch.setattr("shardlab.planner.machine.host_memory_bytes", lambda: memory)
+    (tmp_path / "config.json").write_text(json.dumps(THIRTY_MILLION))
+    told = after_a_kill(_recipe(tmp_path / "config.json"), 2)
+    assert told is not None
+    assert told.startswith("the plan (fsdp, micro-batch 1) had predicted 0.")
+    assert f"there are {gib(memory // 2)} for each" in told
+    assert told.endswith("see `shardlab plan` for what fits") == advice
 
 
 def test_a_run_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
