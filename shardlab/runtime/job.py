@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from shardlab.errors import ExitCode
+from shardlab.runtime.child import PARENT_VARIABLE
+from shardlab.runtime.processes import die_with
 
 _STOP_SECONDS = 15.0
 _POLL_SECONDS = 0.1
@@ -55,7 +57,11 @@ class RankJob:
     def __enter__(self) -> "RankJob":
         self._errors = tempfile.TemporaryFile("w+", errors="replace")
         self._process = subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
         )
         self._deadline = time.monotonic() + self._timeout_seconds
         return self
@@ -96,7 +102,8 @@ class RankJob:
 
 
 def main() -> int:
-    """The process that launches."""
+    """The process that launches; whoever asked for it may be killed, and then it goes too, and its guard ends ranks."""
+    die_with(int(os.environ.pop(PARENT_VARIABLE)))
     from shardlab.runtime.launch import launch
 
     module, nproc, *arguments = sys.argv[1:]
