@@ -1,6 +1,7 @@
 """Two configurations run for real, on two ranks: the same where they are, and named where they are not."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardlab.doctor import parity
 from shardlab.doctor.configuration import Configuration, Setting
 from shardlab.doctor.parity import _comparable, compare
+from shardlab.doctor.ranks import Ended
 from shardlab.doctor.verdict import judge
 from shardlab.errors import UserError
+from tests.distributed.pool import Pools
 
 RECIPE = "train: {precision: fp32, global_batch_size: 8}\nshard: {backend: fsdp, micro_batch: 1}\n"
 FSDP = "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: 'no'\nfsdp_config: {fsdp_version: 2}\n"
@@ -35,6 +39,22 @@ def ds_config(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+@pytest.fixture
+def ranks_of_the_pool(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of a launcher and ranks that import everything, which the tests without it have."""
+
+    class Job:
+        def __init__(self, module: str, arguments: list[str], *, nproc: int, timeout_seconds: float):
+            self._job = {"program": module, "given": arguments}
+            self._nproc = nproc
+
+        def wait(self) -> Ended:
+            pools.run(self._nproc, "tests.distributed.programs", "main_of", **self._job)
+            return Ended(0, "")
+
+    monkeypatch.setattr(parity, "RankJob", lambda *given, **named: nullcontext(Job(*given, **named)))
+
+
 @pytest.mark.slow
 def test_a_recipe_and_a_ds_config_that_say_the_same(tmp_path: Path) -> None:
     """FSDP2 with micro-batch 1 beside ZeRO-3 with micro-batch 2, each with the same AdamW.
@@ -48,6 +68,7 @@ def test_a_recipe_and_a_ds_config_that_say_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ranks_of_the_pool")
 def test_deepspeeds_default_clipping_beside_fsdp_without(tmp_path: Path) -> None:
     """https://github.com/deepspeedai/DeepSpeed/pull/8068: losses and norms agree, and the weights go their own ways."""
     verdict = compare(*write(tmp_path, fsdp=FSDP, ds=ds_config()))
@@ -62,6 +83,7 @@ def test_deepspeeds_default_clipping_beside_fsdp_without(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("ranks_of_the_pool")
 def test_a_model_of_another_family_and_two_precisions(tmp_path: Path) -> None:
     gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "resid_pdrop": 0.1}
     other = ds_config(bf16={"enabled": True}, gradient_clipping=1.0)
