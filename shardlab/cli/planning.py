@@ -76,7 +76,6 @@ def tune(
     """
     from shardlab.errors import UserError
     from shardlab.planner.survey import survey_for
-    from shardlab.recipe import load_recipe
     from shardlab.train import tune as tuning
     from shardlab.train.start import under_launcher
 
@@ -85,10 +84,10 @@ def tune(
     file = output or recipe.with_name(f"{recipe.stem}-tuned.yaml")
     if file.exists():
         raise UserError(f"{file} exists already; choose another --output, or remove it")
-    say, loaded = to_stderr if as_json else typer.echo, load_recipe(recipe, overrides or ())
+    say = to_stderr if as_json else typer.echo
     found = survey_for(recipe, overrides or (), None, None, nproc, None, None)
     tried = []
-    for trial in tuning.trials(found, tuning.tried_on_ranks(loaded, steps, limit), top):
+    for trial in tuning.trials(found, tuning.tried_on_ranks(found.recipe, steps, limit), top):
         tried.append(trial)
         say(tuning.line(trial))
     chosen = tuning.best(tried)
@@ -96,6 +95,6 @@ def tune(
         typer.echo(json.dumps(tuning.as_dict(tried) | {"output": str(file) if chosen is not None else None}))
     if chosen is None:
         raise UserError(tuning.nothing_ran(found, tried))
-    file.write_text(tuning.tuned(loaded, tried), encoding="utf-8")
+    file.write_text(tuning.tuned(found.recipe, tried), encoding="utf-8")
     ranks = chosen.plan.world_size
     say(f"fastest: {tuning.line(chosen)}\nwrote {file}; next: shardlab train {file} --nproc {ranks}")

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from shardlab.cli import app
 from shardlab.errors import UserError
-from shardlab.plan import Footprint, Plan
+from shardlab.plan import Footprint, ModelShape, Plan
 from shardlab.planner import resolve
 from shardlab.planner.cost import Cost
 from shardlab.planner.machine import GIB, Machine
@@ -31,7 +31,8 @@ def candidate(backend: str, micro_batch: int, seconds: float, left: int = 1) -> 
 
 
 def survey(*candidates: Candidate, own: Candidate | None = None) -> Survey:
-    return Survey(Machine("test", 2, False, GIB, GIB), 1, 1, own, candidates)
+    shape = ModelShape((), 0, has_tail=False)
+    return Survey(Machine("test", 2, False, GIB, GIB), Recipe(), shape, "", own, candidates)
 
 
 def tries(found: Survey, failing: dict[tuple[str, int], tune.Outcome], top: int = 3) -> Iterator[Trial]:
