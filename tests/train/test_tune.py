@@ -1,6 +1,8 @@
 """`shardlab tune`: what is tried, what is learnt of failures, and real trials on ranks."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -184,3 +186,25 @@ def test_a_plan_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     trial = tune.tried_on_ranks(recipe, steps=10**6, timeout_seconds=10.0)(candidate("ddp", 1, 1.0))
     assert trial.outcome == "timed out"
     assert trial.reason == "no end within 10 s"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA")
+def test_a_want_of_memory_is_survived(tmp_path: Path) -> None:
+    """The recipe's own micro-batch needs more than the ranks may have, which the plan does not know."""
+    recipe = small(tmp_path, global_batch_size=256)
+    shard = ["--set=shard.backend=ddp", "--set=shard.micro_batch=256", "--set=data.sequence_length=256"]
+    command = [sys.executable, "-m", "shardlab", "tune", str(recipe), "--top=1", "--steps=3", "--json", *shard]
+
+    def limit() -> None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (800 * 2**20, 800 * 2**20))
+
+    done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    own, other = json.loads(done.stdout)["trials"]
+    assert (own["micro_batch"], own["outcome"]) == (256, "out of memory")
+    assert "can't allocate memory" in own["reason"]
+    assert (other["micro_batch"], other["outcome"]) == (8, "measured")
+    assert load_recipe(tmp_path / "mine-tuned.yaml").shard.micro_batch == 8
