@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, get_args
 
-BackendName = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
+BackendName = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "stream"]
 Precision = Literal["fp32", "bf16"]
 Place = Literal["none", "cpu"]
 # Whose training loop a prediction is of: ours, or a plain Hugging Face one, with weights in fp32 (and autocast where
@@ -19,6 +19,15 @@ class Offload:
 
     parameters: Place = "none"
     optimizer: Place = "none"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How backend stream uses memory and disk. `activation_bytes`: of the blocks' inputs in memory; None: all."""
+
+    memory_limit: int | None = None  # bytes that the process may take; None: what the machine or its cgroup has
+    activation_bytes: int | None = None
+    directory: str | None = None  # None: in the run's directory
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class Plan:
     reshard_after_forward: bool = True
     replicas: int = 1  # fsdp: groups of ranks that hold the model whole between them (HSDP)
     offload: Offload = field(default_factory=Offload)
+    stream: Stream = field(default_factory=Stream)
     clip_grad_norm: float | None = 1.0
     seed: int = 0
     timeout_seconds: float = 600.0
@@ -84,6 +94,9 @@ class ModelShape:
     parameters: tuple[ParameterShape, ...]
     blocks: int
     has_tail: bool
+    table: str | None = None  # name of the input embedding's weight, a row for each entry of the vocabulary
+    head: str | None = None  # name of the head's weight; the table's own where they are tied
+    after: tuple[str, ...] = ()  # names of what else the head's module has: the final norm, a bias
 
     @property
     def tail(self) -> int:

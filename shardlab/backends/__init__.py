@@ -16,6 +16,10 @@ def make_backend(plan: Plan) -> Backend:
         from shardlab.backends.fsdp import FSDPBackend
 
         return FSDPBackend()
+    if plan.backend == "stream":
+        from shardlab.backends.stream.engine import StreamBackend
+
+        return StreamBackend()
     from shardlab.backends.zero import ZeROBackend
 
     return ZeROBackend()

@@ -11,6 +11,7 @@ not backward-clip-step. The rules that make the loss the same everywhere are kep
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -42,12 +43,18 @@ class Applied:
 
 @dataclass(frozen=True)
 class Job:
-    """What a backend carries out: the module (its parameters on the meta device, or real), the plan, the machines."""
+    """What a backend carries out: the module (its parameters on the meta device, or real), the plan, the machines.
+
+    `directory` is for what a backend keeps on the disk while it runs; None is a temporary one. With `resume` it holds
+    what a run of this job that was killed has left, and the backend goes on from there.
+    """
 
     module: Trainable
     plan: Plan
     optimizer: OptimizerSettings
     topology: Topology
+    directory: Path | None = None
+    resume: bool = False
 
 
 class Backend(Protocol):

@@ -81,11 +81,15 @@ def read_state(optimizer: Optimizer, owned: Sequence[Owner]) -> OptimizerState:
         numbers = {kind: float(value) for kind, value in _scalars(optimizer, owner.tensor).items()}
         if numbers:
             scalars.update((name, numbers) for name in owner.names)
-    groups = tuple(
+    return OptimizerState(tuple(kinds), scalars, plain_groups(optimizer))
+
+
+def plain_groups(optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
+    """The optimizer's groups: the names in each, and its options."""
+    return tuple(
         {"names": tuple(group["names"])} | {k: _plain(v) for k, v in group.items() if k not in _NOT_OPTIONS}
         for group in optimizer.param_groups
     )
-    return OptimizerState(tuple(kinds), scalars, groups)
 
 
 def _plain(option: Any) -> Any:
@@ -111,14 +115,20 @@ def make_state(optimizer: Optimizer, owned: Iterable[Owner], reader: StateReader
             optimizer.state[owner.tensor] = _empty_state(optimizer, owner)
         kinds = moments(optimizer, owner.tensor)
         for name, there in stored.items():
-            if there != kinds.keys() and (there or name in reader.optimizer.scalars):
-                raise UserError(
-                    f"the checkpoint's optimizer keeps {_list(there)} of {name}, and this run's "
-                    f"{type(optimizer).__name__} {_list(kinds)}: resume with the optimizer that it was saved with"
-                )
+            if there or name in reader.optimizer.scalars:
+                check_kinds(name, there, kinds, optimizer)
         for kind, value in _scalars(optimizer, owner.tensor).items():
             stored_numbers = [number[kind] for number in numbers if kind in number]
             optimizer.state[owner.tensor][kind] = _number_like(value, kind, owner, stored_numbers)
+
+
+def check_kinds(name: str, there: Iterable[str], kinds: Iterable[str], optimizer: Optimizer) -> None:
+    """Raises UserError where a checkpoint has other states of the tensor `name` than the optimizer keeps."""
+    if set(there) != set(kinds):
+        raise UserError(
+            f"the checkpoint's optimizer keeps {_list(there)} of {name}, and this run's "
+            f"{type(optimizer).__name__} {_list(kinds)}: resume with the optimizer that it was saved with"
+        )
 
 
 def _list(kinds: Iterable[str]) -> str:

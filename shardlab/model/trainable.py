@@ -54,6 +54,11 @@ class Trainable(nn.Module):
         """
         return None
 
+    @property
+    def table(self) -> nn.Module | None:
+        """The input embedding of a language model, tied or not; a property for the same reason."""
+        return None
+
     def named_trainables(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(the user's name, parameter) for each parameter that takes a gradient."""
         for name, parameter in self.named_canonical():
@@ -150,7 +155,13 @@ class CausalLM(Trainable):
     @property
     def embedding(self) -> nn.Module | None:
         """See `Trainable.embedding`."""
-        return None if self.tied else self.body.get_input_embeddings()
+        return None if self.tied else self.table
+
+    @property
+    def table(self) -> nn.Module | None:
+        """See `Trainable.table`."""
+        found: nn.Module | None = self.body.get_input_embeddings()
+        return found
 
     def hidden(self, batch: Mapping[str, Tensor]) -> Tensor:
         """The last block's output, (batch, sequence, hidden)."""

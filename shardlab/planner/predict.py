@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from shardlab.backends import ddp_footprint, fsdp_footprint, plain_footprint, zero_footprint
 from shardlab.backends.placement import Setting
+from shardlab.model.shape import model_shape
 from shardlab.model.trainable import Trainable
 from shardlab.plan import ROOT, Footprint, Loop, ModelShape, Moment, ParameterShape, Plan, Timeline
 from shardlab.planner.cost import Cost, cost
 from shardlab.planner.machine import Machine
 from shardlab.planner.plain import PlainLoop, casts, weights_precision
 from shardlab.planner.storages import Passage, alike, on_the_line
-from shardlab.planner.trace import Gradients, Tracer, model_shape
+from shardlab.planner.trace import Gradients, Tracer
 from shardlab.recipe import SGD, AdamW
 
 _PROCESS: dict[str, Any] = json.loads(resources.files("shardlab.planner").joinpath("process.json").read_text())

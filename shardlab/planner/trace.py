@@ -20,8 +20,9 @@ from transformers import masking_utils
 
 from shardlab.errors import UserError
 from shardlab.model.head import HeadLoss
+from shardlab.model.shape import model_shape
 from shardlab.model.trainable import Recompute, Trainable
-from shardlab.plan import ROOT, Bytes, Kind, ModelShape, ParameterShape, Precision, Span, Timeline
+from shardlab.plan import ROOT, Bytes, Kind, Precision, Span, Timeline
 from shardlab.planner.plain import PlainLoop
 from shardlab.planner.storages import Passage, Storages
 
@@ -30,22 +31,6 @@ from shardlab.planner.storages import Passage, Storages
 Gradients = Literal["buffers", "each", "units"]
 
 _TRACED_BLOCKS = 3
-
-
-def model_shape(module: Trainable) -> ModelShape:
-    """The parameters of `module`, before anything is sharded, and the units they belong to."""
-    count = len(module.blocks)
-    units: list[tuple[int, nn.Module]] = list(enumerate(module.blocks, start=1))
-    if module.last is not None and not module.tied:
-        units.append((count + 1, module.last))
-    if module.embedding is not None:
-        units.append((count + 2, module.embedding))
-    unit_of = {id(parameter): index for index, unit in units for parameter in unit.parameters()}
-    shapes = tuple(
-        ParameterShape(name, tuple(parameter.shape), parameter.requires_grad, unit_of.get(id(parameter), ROOT))
-        for name, parameter in module.named_canonical()
-    )
-    return ModelShape(shapes, count, module.last is not None)
 
 
 class Tracer:

@@ -14,11 +14,12 @@ from shardlab.backends.ddp import DDPBackend
 from shardlab.data.window import MicroBatch, Window
 from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights
+from shardlab.model.shape import model_shape
 from shardlab.model.trainable import Recompute, Summed, Trainable, make_trainable
 from shardlab.plan import ROOT, Plan, Precision, Timeline
 from shardlab.planner.predict import Predictor
 from shardlab.planner.search import row_shapes
-from shardlab.planner.trace import Gradients, Tracer, model_shape
+from shardlab.planner.trace import Gradients, Tracer
 from shardlab.recipe import AdamW
 from shardlab.topology import Topology
 
