@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from shardlab.backends.base import Applied, Job, count_targets, move, scale_for_clipping
 from shardlab.backends.materialize import move_buffers
-from shardlab.backends.optimizer import build_optimizer
+from shardlab.backends.optimizer import build_optimizer, set_learning_rate
 from shardlab.backends.stream.binding import Binding
 from shardlab.backends.stream.boundaries import Boundaries
 from shardlab.backends.stream.layout import lay_out
@@ -79,6 +79,7 @@ class StreamBackend:
         skipped = not torch.isfinite(torch.tensor([norm, loss_sum])).all()
         pending = None
         if not skipped:
+            set_learning_rate(self.optimizer, lr)  # for who looks at it; the rate itself waits with the update
             pending = Pending(lr, scale_for_clipping(norm, self._job.plan.clip_grad_norm))
             if self._moved is None:
                 self._moved = {name for name, value in norms.items() if value > 0}

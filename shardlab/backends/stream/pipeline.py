@@ -1,9 +1,9 @@
 """What moves between disk and memory, beside the computing: read-ahead, updates, write-behind.
 
-Weights come into slots, one segment each, in an order known beforehand; while one computes the next is loaded. Loading
-a segment for which an update waits applies it on the way: piece by piece masters, moments and gradient are read, updated
-and written to the segment's spare file, and the new values go into the slot. So the optimizer's state is never in
-memory but for a few pieces. Gradients leave through two buffers in the same manner.
+Weights come into slots, one segment each, in an order known beforehand; while one computes the next is loaded.
+Loading a segment for which an update waits applies it on the way: piece by piece masters, moments and gradient are
+read, updated and written to the segment's spare file, and the new values go into the slot. So the optimizer's state is
+never in memory but for a few pieces. Gradients leave through two buffers in the same manner.
 
 Threads: one loads segments one after another, one writes gradients, and both hand pieces to a few workers, which do
 all reading, writing and updating on buffers of their own. None of them touches the model.

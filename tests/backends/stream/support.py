@@ -42,6 +42,7 @@ class Case:
     activation_bytes: int | None = None
     adapt: Callable[[nn.Module], nn.Module] = lambda model: model
     config: Callable[[], Any] | None = None
+    seed: int = 0  # of the initial values
 
 
 @dataclass
@@ -84,7 +85,7 @@ def running(
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(config())
         return case.adapt(model)
 
-    model, weights = build_deferred(build, seed=0)
+    model, weights = build_deferred(build, case.seed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and not case.freeze(name))
     plan = Plan(backend, 1, 2, case.accumulation, 2 * case.accumulation, case.precision, clip_grad_norm=case.clip)
