@@ -23,11 +23,16 @@ class Offload:
 
 @dataclass(frozen=True)
 class Stream:
-    """How backend stream uses memory and disk. `activation_bytes`: of the blocks' inputs in memory; None: all."""
+    """How backend stream uses memory and disk.
 
-    memory_limit: int | None = None  # bytes that the process may take; None: what the machine or its cgroup has
+    `memory_limit`: bytes that the process may take, libraries included; None: what the machine or its cgroup has.
+    `activation_bytes`: of the blocks' inputs that stay in memory; None: all. `directory`: where each run gets one of
+    its own; None: in the run's directory.
+    """
+
+    memory_limit: int | None = None
     activation_bytes: int | None = None
-    directory: str | None = None  # None: in the run's directory
+    directory: str | None = None
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,15 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class Disk:
+    """Bytes that a plan keeps in files, and those that a step reads from them and writes to them."""
+
+    bytes: int
+    read: int
+    written: int
+
+
+@dataclass(frozen=True)
 class Footprint:
     """Predicted peak of one rank.
 
@@ -192,3 +206,4 @@ class Footprint:
     high: int
     libraries: int  # beside the tensors, in the same memory: code and its data, or a device's context
     host_libraries: int  # with an accelerator: the same of the process on the host
+    disk: Disk | None = None  # of a backend that keeps its state in files

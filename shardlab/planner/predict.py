@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shardlab.backends import ddp_footprint, fsdp_footprint, plain_footprint, zero_footprint
 from shardlab.backends.placement import Setting
+from shardlab.backends.stream import footprint as stream_footprint
 from shardlab.model.shape import model_shape
 from shardlab.model.trainable import Trainable
 from shardlab.plan import ROOT, Footprint, Loop, ModelShape, Moment, ParameterShape, Plan, Timeline
@@ -37,6 +38,8 @@ def states_per_element(optimizer: AdamW | SGD) -> int:
 
 def gradients_of(plan: Plan, loop: Loop = "shardlab") -> Gradients:
     """What becomes of a weight's gradient, as the trace is to run it."""
+    if plan.backend == "stream":
+        return "buffers"
     if plan.backend == "ddp":
         return "buffers" if loop == "shardlab" else "units"
     if plan.backend == "fsdp":
@@ -117,6 +120,10 @@ class Predictor:
         """Every point of a step that could be the highest."""
         return placed(self._setting(plan))
 
+    def window_bytes(self, plan: Plan) -> int:
+        """Of backend stream: one hidden state of every micro-batch of a window."""
+        return stream_footprint.Window(self._setting(plan)).hidden
+
     def cost(self, plan: Plan, machine: Machine) -> Cost | None:
         """Seconds of a step; None where the machine's speed is not known."""
         tokens = next(iter(self._batch(1).values())).numel() * plan.global_batch_size
@@ -126,6 +133,8 @@ class Predictor:
         """The highest of them, and the process's memory there."""
         peak = max(self.moments(plan), key=lambda moment: moment.total)
         found = _process(peak, plan, accelerator=self._accelerator, loop=self.loop)
+        if plan.backend == "stream":
+            return replace(found, disk=stream_footprint.disk(self._setting(plan)))
         return replace(found, low=max(0, found.low - self._dropped(plan)))
 
     def _dropped(self, plan: Plan) -> int:
@@ -140,7 +149,8 @@ class Predictor:
 def placed(setting: Setting) -> list[Moment]:
     """What the plan's backend says of it."""
     unsharded = ddp_footprint if setting.loop == "shardlab" else plain_footprint
-    part: Any = {"ddp": unsharded, "fsdp": fsdp_footprint}.get(setting.plan.backend, zero_footprint)
+    own = {"ddp": unsharded, "fsdp": fsdp_footprint, "stream": stream_footprint}
+    part: Any = own.get(setting.plan.backend, zero_footprint)
     return list(part.footprint(setting))
 
 

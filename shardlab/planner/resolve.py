@@ -4,8 +4,8 @@ No `auto` goes further, so a backend never has a default of its own.
 """
 
 from shardlab.errors import UserError
-from shardlab.plan import BackendName, Offload, Plan
-from shardlab.recipe import Recipe, offload_complaint
+from shardlab.plan import BackendName, Offload, Plan, Stream
+from shardlab.recipe import Recipe, offload_complaint, size_bytes
 
 LARGEST_AUTOMATIC_MICRO_BATCH = 8
 
@@ -25,6 +25,11 @@ def resolve(recipe: Recipe, *, world_size: int) -> Plan:
     backend, backend_reason = _backend(recipe, world_size)
     micro_batch, micro_batch_reason = _micro_batch(recipe, world_size)
     _check_replicas(shard.replicas, backend, world_size)
+    streamed = backend == "stream"
+    if streamed and world_size > 1:
+        raise UserError(
+            f"shard.backend stream is for one rank, and this job has {world_size}: start one, or set shard.backend=fsdp"
+        )
     return Plan(
         backend=backend,
         world_size=world_size,
@@ -32,15 +37,21 @@ def resolve(recipe: Recipe, *, world_size: int) -> Plan:
         accumulation=train.global_batch_size // (micro_batch * world_size),
         global_batch_size=train.global_batch_size,
         precision=train.precision,
-        recompute=shard.recompute,
+        recompute="full" if streamed else shard.recompute,
         reshard_after_forward=shard.reshard_after_forward,
         replicas=shard.replicas,
         offload=Offload(parameters=shard.offload.parameters, optimizer=shard.offload.optimizer),
+        stream=Stream(_limit(recipe), directory=shard.stream_directory) if streamed else Stream(),
         clip_grad_norm=train.clip_grad_norm,
         seed=train.seed,
         timeout_seconds=shard.timeout_seconds,
         reasons=(*backend_reason, *micro_batch_reason),
     )
+
+
+def _limit(recipe: Recipe) -> int | None:
+    limit = recipe.shard.memory_limit
+    return None if limit is None else size_bytes(limit)
 
 
 def describe(plan: Plan) -> str:
@@ -52,9 +63,18 @@ def describe(plan: Plan) -> str:
         f"backend {plan.backend}, {plan.precision}, clip_grad_norm {clip}, recompute {plan.recompute}, "
         f"offload {' and '.join(offloaded) or 'none'}",
         f"{batch} = {plan.global_batch_size} sequences",
+        *_streaming(plan),
         *plan.reasons,
     ]
     return "\n".join(lines)
+
+
+def _streaming(plan: Plan) -> list[str]:
+    if plan.backend != "stream":
+        return []
+    limit = plan.stream.memory_limit
+    within = f"within {limit / 2**30:.3g} GiB" if limit is not None else "within the machine's memory"
+    return [f"training state in files in {plan.stream.directory or 'the run directory'}, {within}"]
 
 
 def _backend(recipe: Recipe, world_size: int) -> tuple[BackendName, tuple[str, ...]]:

@@ -20,6 +20,7 @@ from shardlab.planner.cost import Cost
 from shardlab.planner.machine import Machine
 from shardlab.planner.plain import PlainLoop, plain_batch
 from shardlab.planner.predict import Predictor
+from shardlab.planner.streaming import fitted
 from shardlab.recipe import Recipe
 
 _ORDER = (
@@ -62,6 +63,7 @@ class Survey:
     own: Candidate | None
     candidates: tuple[Candidate, ...]
     loop: Loop = "shardlab"
+    stream: Candidate | None = None  # of one rank without an accelerator: state in files, at the disk's unknown rate
 
     @property
     def parameters(self) -> int:
@@ -91,7 +93,7 @@ class Survey:
     @property
     def timed(self) -> bool:
         """Whether time is predicted."""
-        return all(candidate.cost is not None for candidate in self.candidates)
+        return all(candidate.cost is not None for candidate in self.candidates)  # stream is none of them
 
     @property
     def front(self) -> list[Candidate]:
@@ -151,7 +153,8 @@ def assess(plan: Plan, predictor: Predictor, machine: Machine) -> Candidate:
     left = machine.memory_bytes - footprint.high - footprint.libraries
     if machine.accelerator:
         left = min(left, machine.host_bytes - sum(footprint.host.values()) - footprint.host_libraries)
-    return Candidate(plan, footprint, left, predictor.cost(plan, machine))
+    cost = predictor.cost(plan, machine) if plan.backend != "stream" else None  # the disk's rate is not known
+    return Candidate(plan, footprint, left, cost)
 
 
 def survey(
@@ -180,10 +183,26 @@ def survey(
         recipe,
         predict.shape,
         predict.block_class,
-        assess(own, predict, machine) if own is not None else None,
+        assess(_laid_out(own, predict, machine), predict, machine) if own is not None else None,
         tuple(found),
         loop,
+        _stream(base, predict, machine) if loop == "shardlab" else None,
     )
+
+
+def _laid_out(plan: Plan, predict: Predictor, machine: Machine) -> Plan:
+    return fitted(plan, predict, machine) if plan.backend == "stream" and not machine.accelerator else plan
+
+
+def _stream(base: Plan, predict: Predictor, machine: Machine) -> Candidate | None:
+    """Backend stream at the recipe's own limit, or with all of the machine's memory; None where it can't run at all."""
+    if base.world_size > 1 or machine.accelerator:
+        return None
+    plan = replace(base, backend="stream", recompute="full", offload=Offload(), replicas=1, reasons=())
+    try:
+        return assess(fitted(plan, predict, machine), predict, machine)
+    except UserError:  # not even its smallest layout fits, or a model that has no blocks
+        return None
 
 
 def _base(recipe: Recipe, ranks: int) -> Plan:

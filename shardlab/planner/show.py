@@ -34,8 +34,9 @@ def text(found: Survey, *, every: bool = False, explain: bool = False) -> str:
         " by the figure in the last column",
         *_speed(found),
         "",
-        *_table(found.candidates if every else _shortest(found.candidates), found),
+        *_table([*(found.candidates if every else _shortest(found.candidates)), *_streamed(found)], found),
         "",
+        *(f"stream: {_disk(one)}" for one in _streamed(found)),
     ]
     if found.own is not None:
         lines.append(f"the recipe's own plan, {name(found.own.plan)}: {_verdict(found.own)}")
@@ -44,6 +45,7 @@ def text(found: Survey, *, every: bool = False, explain: bool = False) -> str:
     if best is None:
         closest = nearest(found.candidates)
         lines.append(f"nothing fits; the nearest is {name(closest.plan)}, {_verdict(closest)}")
+        lines += [f"what does, from the disk: {settings(one.plan)}" for one in _streamed(found)]
     elif found.timed:
         lines += [f"fastest that fits: {choice(found)}", f"  {settings(best.plan)}"]
     else:
@@ -52,6 +54,22 @@ def text(found: Survey, *, every: bool = False, explain: bool = False) -> str:
     if explain:
         lines += ["", *(f"{name(c.plan)}: {why}" for c, why in reasons(found))]
     return "\n".join(lines)
+
+
+def _streamed(found: Survey) -> list[Candidate]:
+    return [found.stream] if found.stream is not None else []
+
+
+def _disk(candidate: Candidate) -> str:
+    """What a plan that keeps its state in files has there, and moves."""
+    disk, plan = candidate.footprint.disk, candidate.plan
+    assert disk is not None
+    sequences = plan.global_batch_size
+    kept = "all of" if plan.stream.activation_bytes is None else f"{gib(plan.stream.activation_bytes)} GiB of"
+    return (
+        f"{gib(disk.bytes)} GiB on the disk; a step of {sequences} sequences reads {gib(disk.read)} GiB and writes "
+        f"{gib(disk.written)}, so larger steps move less for each token; {kept} the blocks' inputs in memory"
+    )
 
 
 def _speed(found: Survey) -> list[str]:
@@ -76,6 +94,7 @@ def as_dict(found: Survey) -> dict[str, Any]:
         "candidates": [
             candidate_dict(c) | {"on_front": c in front, "why_not": why.get(id(c))} for c in found.candidates
         ],
+        "stream": candidate_dict(found.stream) if found.stream is not None else None,
         "best": candidate_dict(found.best) if found.best is not None else None,
         "rule": found.rule,
     }
@@ -131,7 +150,7 @@ def _table(candidates: Sequence[Candidate], found: Survey) -> list[str]:
                 "+".join(moved) or "-",
                 plan.recompute,
                 str(plan.micro_batch),
-                *_time(candidate, starred=candidate in front),
+                *(_time(candidate, starred=candidate in front) or ["-"] * len(time)),
                 f"{gib(footprint.low + footprint.libraries)}-{gib(footprint.high + footprint.libraries)}",
                 *(gib(sizes.get(kind, 0)) for kind in kinds),
                 "yes" if candidate.fits else gib(-candidate.left_bytes),

@@ -23,6 +23,7 @@ from shardlab.recipe.sections import (
     ShardSection,
     TrainSection,
     offload_complaint,
+    size_bytes,
 )
 
 __all__ = [
@@ -45,4 +46,5 @@ __all__ = [
     "load_recipe",
     "offload_complaint",
     "recipe_schema",
+    "size_bytes",
 ]

@@ -27,6 +27,7 @@ _PATH_KEYS = (
     ("data", "evaluation_files"),
     ("data", "tokenizer"),
     ("data", "cache_dir"),
+    ("shard", "stream_directory"),
 )
 
 

@@ -40,13 +40,15 @@ train:
   evaluate_every: null        # steps; null = at the end only
   trackers: []                # tensorboard, wandb, mlflow; their files lie in the run's tracking/
 shard:
-  backend: auto               # ddp, zero1, zero2, zero3, fsdp
+  backend: auto               # ddp, zero1, zero2, zero3, fsdp, stream
   micro_batch: auto           # accumulation = global_batch_size / (micro_batch x ranks)
   world_size: null            # ranks expected
   replicas: 1                 # fsdp: groups of ranks that each shard the whole model (HSDP)
   reshard_after_forward: true
   offload: {parameters: none, optimizer: none}   # or cpu
   recompute: none             # or full
+  memory_limit: null          # stream: what the process may take, e.g. 2GiB
+  stream_directory: null      # stream: where the state's files lie; null = in the run's directory
   timeout_seconds: 600        # how long a rank may keep the others waiting
 checkpoint:
   every: 100                  # steps; null = only when the run is stopped

@@ -47,7 +47,9 @@ class Checkpoints:
         self._parent = parent
         self._say = say
         self._saver = Saver(root, ranks, keep=section.keep)
-        self._background = AsyncSaver(self._saver) if section.asynchronous else None
+        # In the background the whole state would be copied, which backend stream has no memory for.
+        background = section.asynchronous and engine.plan.backend != "stream"
+        self._background = AsyncSaver(self._saver) if background else None
         self._saved: int | None = None  # the step of the newest one, being written or whole
         self.failures: list[str] = []
 

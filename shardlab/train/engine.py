@@ -5,7 +5,9 @@ It knows windows, schedules and policies, and nothing of DeepSpeed or FSDP.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -160,7 +162,8 @@ class Engine:
         self._tokenizer = tokenizer
         backend = make_backend(self.plan)
         self.base_bytes = self.meter.current_bytes()  # the libraries, before the model
-        backend.prepare(Job(self.module, self.plan, optimizer, self.topology), weights)
+        directory = self._stream_directory() if self.plan.backend == "stream" else None
+        backend.prepare(Job(self.module, self.plan, optimizer, self.topology, directory), weights)
         self._backend = backend
         self.module.check_tie()
         self._check_buffers()
@@ -170,6 +173,24 @@ class Engine:
                 self.callbacks.append(Trackers(self.recipe, directory))
         for callback in self.callbacks:
             callback.on_start(self)
+
+    def _stream_directory(self) -> Path:
+        """This run's own, empty: what a run of it that was killed has left there is removed.
+
+        Raises UserError where another process is at it.
+        """
+        from shardlab.backends.stream.store import remove_left_over
+
+        chosen = self.plan.stream.directory
+        directory = self.output / "stream"
+        if chosen is not None:  # runs may share it, so the name is the run's, with its whole path
+            path = str(self.output.absolute())
+            directory = Path(chosen) / f"{self.output.name}-{hashlib.blake2b(path.encode(), digest_size=4).hexdigest()}"
+        freed = remove_left_over(directory)
+        if freed:
+            left = f"{directory} held {freed / 2**20:,.0f} MiB of a run that was killed"
+            print(f"{left}: removed, the state is made anew", file=sys.stderr)
+        return directory
 
     @property
     def backend(self) -> Backend:
@@ -199,6 +220,11 @@ class Engine:
         schedule, its peak being the given optimizer's. `loader` yields this rank's batches (`input_ids` and `labels`
         as for transformers).
         """
+        if self.plan.stream.memory_limit is not None:
+            raise UserError(
+                "shard.memory_limit can't be kept in a loop of your own, whose rows and model are not the recipe's: "
+                "leave it out, or train by `shardlab train`"
+            )
         settings = like(optimizer, model)
         self.peak_learning_rate = float(optimizer.defaults["lr"])
         self._source = ModelSection()  # not the recipe's model

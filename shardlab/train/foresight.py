@@ -19,6 +19,7 @@ from shardlab.planner.names import gib, name, settings
 from shardlab.planner.predict import Predictor, floor_bytes
 from shardlab.planner.resolve import resolve
 from shardlab.planner.search import assess, predictor, survey
+from shardlab.planner.streaming import fitted
 from shardlab.recipe import Recipe
 from shardlab.topology import Topology
 
@@ -35,6 +36,29 @@ class Foresight:
         self._vocabulary = vocabulary
         self._machine = _machine(topology)
         self._predictor: Predictor | None = None
+
+    def fit(self, model: nn.Module) -> Plan:
+        """The plan as it is to be run; see `refuse_what_cannot_fit`.
+
+        Backend stream is laid out by its memory limit here, which is refused where no layout is small enough.
+        """
+        if self._plan.backend != "stream":
+            self.refuse_what_cannot_fit(model)
+        elif not self._machine.accelerator:
+            self._plan = self._fit_stream()
+        elif self._plan.stream.memory_limit is not None:
+            raise UserError("shard.memory_limit is the host's on a machine without an accelerator; leave it out here")
+        return self._plan
+
+    def _fit_stream(self) -> Plan:
+        try:
+            predict = self._predict()
+            predict.footprint(self._plan)
+        except UserError as error:  # a model that has no trace
+            if self._plan.stream.memory_limit is None:
+                return self._plan
+            raise UserError(f"shard.memory_limit needs a prediction to be kept, and there is none: {error}") from error
+        return fitted(self._plan, predict, self._machine)
 
     def refuse_what_cannot_fit(self, model: nn.Module) -> None:
         """Raises UserError, on every rank, where even the lowest estimate is more than the memory that there is.
@@ -66,6 +90,8 @@ class Foresight:
         found = survey(self._recipe, self._machine, self._plan, self._predict())
         fitting = sorted((c for c in found.candidates if c.fits), key=lambda c: -c.left_bytes)
         if found.best is None or not fitting:
+            if found.stream is not None:
+                return f"{text}. What fits, with the state on the disk: {settings(found.stream.plan)}"
             return f"{text}; no other plan for {self._plan.world_size} ranks here fits either: see `shardlab plan`"
         choices = [found.best, *fitting[:1]] if fitting[0] != found.best else [found.best]
         others = "; or ".join(f"{settings(c.plan)} ({gib(c.left_bytes)} GiB left)" for c in choices)
@@ -101,7 +127,8 @@ class Foresight:
         None where nothing is known of the machine's speed, or nothing was predicted.
         """
         try:
-            cost = self._predict().cost(self._plan, self._machine) if self._unknown() is None else None
+            known = self._unknown() is None and self._plan.backend != "stream"  # the disk's rate is not known
+            cost = self._predict().cost(self._plan, self._machine) if known else None
         except UserError:  # a model that has no trace: `compare` says so
             cost = None
         if cost is None:

@@ -81,7 +81,7 @@ def _train(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     vocabulary = len(data.tokenizer) if data.tokenizer is not None else 0
     foresight = Foresight(recipe, engine.plan, engine.topology, vocabulary)
-    foresight.refuse_what_cannot_fit(model)
+    engine.plan = foresight.fit(model)
     claim(output, engine.topology, resume=resume)
     # Files come after all that may refuse the recipe: an empty directory is free for the next try.
     _setup(engine, data, model, weights)

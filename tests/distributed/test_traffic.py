@@ -10,7 +10,7 @@ from shardlab.backends import traffic
 from shardlab.backends.placement import Setting
 from shardlab.model.trainable import make_trainable
 from shardlab.plan import Plan
-from shardlab.planner.trace import model_shape
+from shardlab.model.shape import model_shape
 from tests.distributed.jobs import Case
 from tests.distributed.models import MODELS
 from tests.distributed.pool import Pools

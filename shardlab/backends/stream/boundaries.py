@@ -16,6 +16,13 @@ from shardlab.backends.stream.direct import SECTOR, DirectFile, aligned
 STAGED = 2  # blocks' inputs on their way: one being used, one being written or read
 
 
+def spilled(blocks: int, size: int, limit: int | None) -> int:
+    """How many of the blocks' inputs, of `size` bytes each, go to the file so that the others take `limit` bytes."""
+    if limit is None or limit // size >= blocks:
+        return 0
+    return blocks - max(0, limit // size - STAGED)
+
+
 class Boundaries:
     """Keeps each block's input of every micro-batch of a window."""
 
@@ -79,10 +86,7 @@ class Boundaries:
         self._shapes = [one.shape for one in hidden]
         self._like, self._device = hidden[0].new_empty(0), hidden[0].device
         size = sum(one.numel() * one.element_size() for one in hidden)
-        if self._limit is None:
-            return
-        fit = self._limit // size
-        self._spilled = 0 if fit >= self._blocks else self._blocks - max(0, fit - STAGED)
+        self._spilled = spilled(self._blocks, size, self._limit)
         if self._spilled:
             self._make_room(-(-size // SECTOR) * SECTOR)
 

@@ -7,6 +7,7 @@ filesystem refuses it the files are read and written as usual, and their pages d
 import errno
 import mmap
 import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -85,6 +86,21 @@ class DirectFile:
     def close(self) -> None:
         """Close it; its bytes stay."""
         os.close(self._descriptor)
+
+
+def unnamed(directory: Path, elements: int, dtype: torch.dtype) -> Tensor:
+    """A tensor (elements,) of zeros whose memory is a file in `directory` that goes with it: the kernel may write it
+    out at any time, so it takes no memory that is short. Raises UserError where the disk is full.
+    """
+    size = max(1, elements * dtype.itemsize)
+    descriptor, name = tempfile.mkstemp(dir=directory, prefix="tensor-")
+    try:
+        os.unlink(name)
+        _allocate(descriptor, directory / "tensor", size)
+        memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED)
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(memory, dtype=dtype, count=elements) if elements else torch.empty(0, dtype=dtype)
 
 
 def _open(path: Path, *, create: bool) -> tuple[int, bool]:

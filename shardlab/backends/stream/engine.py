@@ -89,15 +89,27 @@ class StreamBackend:
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """See `Backend.evaluate`."""
         module, source = self._on.module, iter(batches)
-        # Of the blocks' inputs one is kept, not one for each block: so many more micro-batches take no more memory.
-        together = self._job.plan.accumulation * max(1, len(module.blocks) // 2)
+        together = 1
         total, tokens = 0.0, 0
         module.eval()
         while group := [move(batch, self._device) for batch in islice(source, together)]:
+            together = self._together(group[0]["input_ids"])
             total += float(Pass(self._on, group, range(len(group)), 1.0).evaluate())
             tokens += sum(int(count_targets(tensors)) for tensors in group)
         module.train()
         return total, tokens
+
+    def _together(self, tokens: Tensor) -> int:
+        """How many micro-batches shaped as this one an evaluation takes through the segments at once."""
+        plan, module = self._job.plan, self._on.module
+        budget, table = plan.stream.activation_bytes, module.table
+        if budget is None:
+            # Of the blocks' inputs one is kept, not one for each block: so many more take no more memory.
+            return plan.accumulation * max(1, len(module.blocks) // 2)
+        assert isinstance(table, nn.Embedding)
+        hidden = tokens.numel() * table.weight.shape[1] * self._on.dtype.itemsize
+        mask = tokens.numel() * tokens.shape[1]
+        return max(plan.accumulation, budget // (3 * hidden + mask))
 
     def unchanged_parameters(self) -> list[str]:
         """See `Backend.unchanged_parameters`. Applies the update that waits."""

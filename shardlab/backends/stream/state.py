@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from shardlab.backends.module_state import buffer_fragments, check_tensors, load_buffers
 from shardlab.backends.optimizer_state import check_kinds, plain_groups
+from shardlab.backends.stream.direct import unnamed
 from shardlab.backends.stream.layout import Part, Segment, overlaps
 from shardlab.backends.stream.pipeline import Pipeline
 from shardlab.backends.stream.store import FP32, Store
@@ -80,10 +81,10 @@ class StoredState:
                 self._pipeline.fill(segment, give, trained=trained)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Backend.tensors`."""
+        """See `Backend.tensors`. They lie in files of their own without a name, not in memory."""
         self._pipeline.apply_pending()
         for name, parameter in self._module.named_canonical():
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+            whole = unnamed(self._store.directory, parameter.numel(), parameter.dtype).view(parameter.shape)
             for segment, part in self._parts(name):
                 self._pipeline.copy_out(segment, part, whole.view(-1)[part.start : part.start + part.numel])
             yield name, whole

@@ -85,13 +85,13 @@ class Store:
         if left:
             raise UserError(
                 f"{self.directory} is not empty (it holds {left[0]}): the state of another run would be overwritten; "
-                "remove it, or choose another shard.stream.directory"
+                "remove it, or choose another shard.stream_directory"
             )
         needed, free = self.form.disk_bytes(self.layout), shutil.disk_usage(self.directory).free
         if needed > free:
             raise UserError(
                 f"disk full: the training state needs {needed / 2**30:.2f} GiB in {self.directory}, which has "
-                f"{free / 2**30:.2f} GiB free; make room, or choose another shard.stream.directory"
+                f"{free / 2**30:.2f} GiB free; make room, or choose another shard.stream_directory"
             )
         self._ours = True
         (self.directory / IDENTITY).write_text(json.dumps(self._identity))
@@ -111,7 +111,7 @@ class Store:
             unlike = sorted(key for key in self._identity | found if found.get(key) != self._identity.get(key))
             raise UserError(
                 f"{self.directory} holds the training state of another run (its {unlike[0]} is not this one's); remove "
-                "it, or choose another shard.stream.directory"
+                "it, or choose another shard.stream_directory"
             )
         self._open_files(create=False)
         self._record = self._record_file.read()
@@ -220,7 +220,7 @@ class Store:
             self._record_file.close()
         if remove:
             for path in self.directory.iterdir():
-                if path.name in (RECORD, IDENTITY) or path.name.split("-")[0] in _NAMES:
+                if _is_own(path):
                     path.unlink()
         left = set(os.listdir(self.directory)) - {LOCK}
         if not left:
@@ -228,6 +228,31 @@ class Store:
             if self._made or self.resumed:
                 self.directory.rmdir()
         os.close(self._lock)
+
+
+def remove_left_over(directory: Path) -> int:
+    """Remove the files of a store whose process has ended; the bytes that they had.
+
+    Raises UserError where the process lives. What is not a store's own stays.
+    """
+    if not directory.is_dir():
+        return 0
+    lock = _lock(directory)
+    try:
+        own = [path for path in directory.iterdir() if _is_own(path)]
+        freed = sum(path.stat().st_blocks * 512 for path in own)
+        for path in own:
+            path.unlink()
+        (directory / LOCK).unlink()
+        if not os.listdir(directory):
+            directory.rmdir()
+    finally:
+        os.close(lock)
+    return freed
+
+
+def _is_own(path: Path) -> bool:
+    return path.name in (RECORD, IDENTITY) or path.name.split("-")[0] in _NAMES
 
 
 _NAMES = ("state", "gradient", "frozen", "activations")
@@ -245,10 +270,10 @@ def _lock(directory: Path) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise UserError(f"shard.stream.directory: {directory} can't be written: {error.strerror}") from error
+        raise UserError(f"shard.stream_directory: {directory} can't be written: {error.strerror}") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise UserError(f"{directory} is in use by another job: choose another shard.stream.directory") from error
+        raise UserError(f"{directory} is in use by another job: choose another shard.stream_directory") from error
     return descriptor

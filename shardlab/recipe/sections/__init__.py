@@ -8,7 +8,7 @@ here, so asking for it is an error and never a wish passed over in silence.
 from shardlab.recipe.sections.checkpoint import CheckpointSection
 from shardlab.recipe.sections.data import TOKENIZER_NAMES, ColumnNames, DataSection
 from shardlab.recipe.sections.model import LoraSection, ModelSection
-from shardlab.recipe.sections.shard import OffloadSection, ShardSection, offload_complaint
+from shardlab.recipe.sections.shard import OffloadSection, ShardSection, offload_complaint, size_bytes
 from shardlab.recipe.sections.train import (
     SGD,
     AdamW,
@@ -36,4 +36,5 @@ __all__ = [
     "ShardSection",
     "TrainSection",
     "offload_complaint",
+    "size_bytes",
 ]

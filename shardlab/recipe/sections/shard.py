@@ -1,8 +1,9 @@
 """The recipe's `shard`: how a job is laid out over its ranks."""
 
+import re
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt, field_validator, model_validator
 
 from shardlab.recipe.sections.base import Section
 
@@ -19,8 +20,8 @@ class OffloadSection(Section):
 class ShardSection(Section):
     """How the job is laid out over the ranks. Nothing here changes what is learned."""
 
-    backend: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp"] = "auto"
-    """ddp: the model whole on each rank; zero1, zero2, zero3, fsdp: sharded. auto: ddp on one rank, else fsdp."""
+    backend: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp", "stream"] = "auto"
+    """ddp: whole on each rank; zero1, zero2, zero3, fsdp: sharded; stream: on disk. auto: ddp on one rank, else fsdp."""
     micro_batch: PositiveInt | Literal["auto"] = "auto"
     """Sequences in one forward and backward; accumulation follows: global_batch_size / (micro_batch x world size)."""
     world_size: PositiveInt | None = None
@@ -31,7 +32,11 @@ class ShardSection(Section):
     """fsdp: give a block's gathered parameters back after its forward (less memory, one more gather)."""
     offload: OffloadSection = OffloadSection()
     recompute: Literal["none", "full"] = "none"
-    """full: keep only the blocks' borders and run each block again in the backward pass."""
+    """full: keep only the blocks' borders and run each block again in the backward pass, as stream always does."""
+    memory_limit: str | None = None
+    """stream: what the process may take, such as 2GiB; null is the machine's memory, or its cgroup's limit."""
+    stream_directory: str | None = None
+    """stream: where the state's files lie, in a directory for each run; null is the run's own directory."""
     timeout_seconds: PositiveFloat = 600.0
     """How long a collective may wait before the job is declared hung."""
 
@@ -42,6 +47,31 @@ class ShardSection(Section):
             if complaint:
                 raise ValueError(complaint)
         return self
+
+    @field_validator("memory_limit", mode="before")
+    @classmethod
+    def _size_without_a_unit(cls, limit: object) -> object:
+        if limit is not None:
+            size_bytes(limit)
+        return limit
+
+    @model_validator(mode="after")
+    def _what_only_stream_has(self) -> "ShardSection":
+        for key in ("memory_limit", "stream_directory"):
+            if self.backend != "stream" and getattr(self, key) is not None:
+                raise ValueError(f"{key} is for backend stream, not {self.backend}; leave it out, or set backend=stream")
+        return self
+
+
+_UNITS = {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
+
+
+def size_bytes(text: object) -> int:
+    """`1.5GiB` in bytes. Raises ValueError for anything else than a positive number with a unit."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]iB)", str(text))
+    if found is None or not float(found[1]):
+        raise ValueError(f"expected a size such as 512MiB or 2GiB, got {text}")
+    return round(float(found[1]) * _UNITS[found[2]])
 
 
 OFFLOADING: dict[str, tuple[str, ...]] = {
