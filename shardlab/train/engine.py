@@ -5,9 +5,7 @@ It knows windows, schedules and policies, and nothing of DeepSpeed or FSDP.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -44,6 +42,7 @@ from shardlab.train.checkpointing import (
 from shardlab.train.meter import MemoryMeter
 from shardlab.train.schedules import learning_rate
 from shardlab.train.start import RUNS, check, free_name
+from shardlab.train.stream_files import stream_directory
 from shardlab.train.tracking import Trackers
 
 if TYPE_CHECKING:
@@ -162,7 +161,7 @@ class Engine:
         self._tokenizer = tokenizer
         backend = make_backend(self.plan)
         self.base_bytes = self.meter.current_bytes()  # the libraries, before the model
-        directory = self._stream_directory() if self.plan.backend == "stream" else None
+        directory = stream_directory(self.plan, self.output) if self.plan.backend == "stream" else None
         backend.prepare(Job(self.module, self.plan, optimizer, self.topology, directory), weights)
         self._backend = backend
         self.module.check_tie()
@@ -173,24 +172,6 @@ class Engine:
                 self.callbacks.append(Trackers(self.recipe, directory))
         for callback in self.callbacks:
             callback.on_start(self)
-
-    def _stream_directory(self) -> Path:
-        """This run's own, empty: what a run of it that was killed has left there is removed.
-
-        Raises UserError where another process is at it.
-        """
-        from shardlab.backends.stream.store import remove_left_over
-
-        chosen = self.plan.stream.directory
-        directory = self.output / "stream"
-        if chosen is not None:  # runs may share it, so the name is the run's, with its whole path
-            path = str(self.output.absolute())
-            directory = Path(chosen) / f"{self.output.name}-{hashlib.blake2b(path.encode(), digest_size=4).hexdigest()}"
-        freed = remove_left_over(directory)
-        if freed:
-            left = f"{directory} held {freed / 2**20:,.0f} MiB of a run that was killed"
-            print(f"{left}: removed, the state is made anew", file=sys.stderr)
-        return directory
 
     @property
     def backend(self) -> Backend:

@@ -66,7 +66,8 @@ def test_the_run_is_that_of_ddp(in_memory: tuple[Path, Path], tmp_path: Path) ->
     assert "training state in files in the run directory, within 1 GiB" in said
     predicted = json.loads((tmp_path / "run" / "summary.json").read_text())["predicted_memory_bytes"]
     assert predicted["high"] > 0
-    ended = shardlab("eval", tmp_path / "run" / "model", "--recipe", recipe)
+    (tmp_path / "held.txt").write_text("alpha beta gamma " * 20)
+    ended = shardlab("eval", tmp_path / "run" / "model", "--files", tmp_path / "held.txt", "--sequence-length", "32")
     assert ended.code == 0, ended.err
 
 
@@ -138,7 +139,7 @@ def test_a_run_that_was_killed_goes_on_and_removes_what_is_left(in_memory: tuple
 def test_a_limit_that_nothing_fits_is_refused_with_need_and_have(tmp_path: Path) -> None:
     ended = shardlab("train", write(tmp_path), "--output", tmp_path / "run", "--set=shard.backend=stream",
                      "--set=shard.memory_limit=300MiB")  # fmt: skip
-    assert "backend stream needs 0.3" in ended.error
+    assert "backend stream needs 0.4" in ended.error
     assert "has 0.293 (shard.memory_limit)" in ended.error
     assert not (tmp_path / "run").exists()
 

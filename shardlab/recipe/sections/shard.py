@@ -21,7 +21,7 @@ class ShardSection(Section):
     """How the job is laid out over the ranks. Nothing here changes what is learned."""
 
     backend: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp", "stream"] = "auto"
-    """ddp: whole on each rank; zero1, zero2, zero3, fsdp: sharded; stream: on disk. auto: ddp on one rank, else fsdp."""
+    """ddp: whole on each rank; zero1, zero2, zero3, fsdp: sharded; stream: in files. auto: ddp on 1 rank, else fsdp."""
     micro_batch: PositiveInt | Literal["auto"] = "auto"
     """Sequences in one forward and backward; accumulation follows: global_batch_size / (micro_batch x world size)."""
     world_size: PositiveInt | None = None
@@ -59,7 +59,7 @@ class ShardSection(Section):
     def _what_only_stream_has(self) -> "ShardSection":
         for key in ("memory_limit", "stream_directory"):
             if self.backend != "stream" and getattr(self, key) is not None:
-                raise ValueError(f"{key} is for backend stream, not {self.backend}; leave it out, or set backend=stream")
+                raise ValueError(f"{key} is for backend stream, not {self.backend}; leave one of them out")
         return self
 
 
