@@ -8,9 +8,9 @@ import pytest
 
 from shardlab.backends import traffic
 from shardlab.backends.placement import Setting
+from shardlab.model.shape import model_shape
 from shardlab.model.trainable import make_trainable
 from shardlab.plan import Plan
-from shardlab.model.shape import model_shape
 from tests.distributed.jobs import Case
 from tests.distributed.models import MODELS
 from tests.distributed.pool import Pools
