@@ -57,10 +57,12 @@ def write_files(directory: Path, found: Survey) -> list[Path]:
 def chosen(found: Survey) -> Candidate:
     """The recipe's own plan where it names a backend, else the best that fits.
 
-    Raises UserError where that does not fit.
+    Raises UserError where that does not fit, or is no other program's.
     """
     own = found.own
     if own is not None and found.recipe.shard.backend != "auto":
+        if own.plan.backend == "stream":
+            raise UserError("--emit: backend stream is shardlab's own, run it by `shardlab train`")
         if not own.fits:
             instead = f"; {settings(found.best.plan)} would fit" if found.best is not None else ""
             raise UserError(

@@ -185,3 +185,6 @@ def test_plan_and_dry_run_show_it(tmp_path: Path) -> None:
     found = json.loads(ended.out)
     assert found["recipe"]["footprint"]["disk"]["read"] > 0
     assert "within 1 GiB" in shardlab("train", recipe, *STREAM, "--dry-run").out
+    ended = shardlab("plan", recipe, *STREAM, "--emit", tmp_path / "out")
+    assert "backend stream is shardlab's own" in ended.error
+    assert not (tmp_path / "out").exists()
