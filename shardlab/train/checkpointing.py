@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -88,7 +89,7 @@ class Checkpoints:
         if self._background is not None:
             self._guarded(self._background.wait)
         if self._saved != step:
-            self._saver.save(self._contents(evaluation), self._engine.backend.fragments)
+            self._save(self._contents(evaluation))
             self._saved = step
         return self.root / f"step-{step:08d}"
 
@@ -109,8 +110,14 @@ class Checkpoints:
         if self._background is not None:
             self._background.save(contents, fragments)
         else:
-            self._saver.save(contents, fragments)
+            self._save(contents)
         self._saved = contents.step
+
+    def _save(self, contents: Contents) -> None:
+        """Here and now. Backend stream's fragments are mapped files."""
+        mapped = self._engine.plan.backend == "stream"
+        with self._engine.meter.left_out() if mapped else nullcontext():
+            self._saver.save(contents, self._engine.backend.fragments)
 
     def _guarded(self, action: Callable[[], object]) -> None:
         """Do it; a failure that the user can mend is raised or counted, by policy. It is one on all ranks."""

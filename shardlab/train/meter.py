@@ -4,6 +4,8 @@ On an accelerator: what its allocator handed out. On a CPU: anonymous and shared
 runs out; pages of mapped files (libraries, tokenised text) can be dropped by the kernel and do not count.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -17,9 +19,23 @@ class MemoryMeter:
 
     def __init__(self, topology: Topology):
         self._device = torch.device(topology.device)
+        self._earlier = 0  # the peak before a stretch that was left out
 
     def reset(self) -> None:
         """Start a new peak. Where the kernel does not allow it, the peak goes on from the process's start."""
+        self._earlier = 0
+        self._start_anew()
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What is mapped inside are files, whose pages the kernel counts as the process's: they are not in the peak."""
+        self._earlier = self.peak_bytes()
+        try:
+            yield
+        finally:
+            self._start_anew()
+
+    def _start_anew(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.memory.reset_peak_memory_stats(self._device)
             return
@@ -39,6 +55,9 @@ class MemoryMeter:
 
     def peak_bytes(self) -> int:
         """The largest use since `reset`."""
+        return max(self._earlier, self._peak_bytes())
+
+    def _peak_bytes(self) -> int:
         if self._device.type != "cpu":
             return int(torch.accelerator.memory.max_memory_allocated(self._device))
         status = _status()

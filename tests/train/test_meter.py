@@ -45,3 +45,19 @@ def test_pages_of_a_mapped_file_do_not_count(meter: MemoryMeter) -> None:
         assert sum(mapped[page] for page in range(0, SIZE, mmap.PAGESIZE)) >= 0
         assert meter.current_bytes() - before < SLACK
         assert meter.peak_bytes() - before < SLACK
+
+
+def test_a_stretch_can_be_left_out(meter: MemoryMeter) -> None:
+    """What was the peak before it stays, and a new one shows after it."""
+    before = meter.current_bytes()
+    block = torch.ones(SIZE // 4)
+    del block
+    with meter.left_out():
+        large = torch.ones(2 * SIZE // 4)
+        del large
+    assert abs(meter.peak_bytes() - before - SIZE) < SLACK
+    block = torch.ones(3 * SIZE // 4)
+    del block
+    assert abs(meter.peak_bytes() - before - 3 * SIZE) < SLACK
+    meter.reset()
+    assert abs(meter.peak_bytes() - before) < SLACK
