@@ -12,6 +12,7 @@ model:
   # path: model-directory     #   a Hugging Face directory: architecture and weights
   # builder: package.module:function
   freeze: []                  # glob patterns of tensors that are not trained, e.g. model.embed_tokens.*
+  attention: torch            # or tiles: on a CPU by tiles of queries, faster in bf16 or packed rows
   lora: null                  # e.g. {rank: 8, alpha: 16, targets: [q_proj, v_proj]}: adapters on `path`
 data:
   source: stdlib              # the standard library's source text; or instead:
