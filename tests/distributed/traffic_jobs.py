@@ -1,12 +1,11 @@
 """What the pool's workers run: a window whose collectives are written down as torch's dispatcher sees them."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardlab.planner.work import tensors
 from tests.distributed.batches import window
 from tests.distributed.jobs import Case, running
 
@@ -23,17 +22,9 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         namespace, name = func._schema.name.split("::")
         if namespace == "c10d":
-            sizes = [tensor.numel() * tensor.element_size() for tensor in _tensors(args)]
+            sizes = [tensor.numel() * tensor.element_size() for tensor in tensors(args)]
             self.seen.append((NAMES.get(name, name), max(sizes, default=0)))
         return func(*args, **(kwargs or {}))
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
 
 
 def collectives(case: Case) -> tuple[list[tuple[str, int]], Any, int]:
