@@ -227,4 +227,4 @@ def test_a_lost_host_ends_the_job_within_a_minute(hosts: tuple[str, str], recipe
         job.kill()
     text = job.logs[0].read_text()
     assert "step " in text
-    assert "rank 0" in text
+    assert "rank 0 lost another of the 2" in text

@@ -60,18 +60,21 @@ def _account(error: BaseException, code: int, error_file: Path | None) -> None:
     When a rank dies, its peers' collectives fail within milliseconds, and theirs must not be taken for the first
     failure: whoever launched us sees the dead one meanwhile, and ends us before we say anything.
     """
+    rank, world_size = announced_rank()
+    waited = classify(error) == "collective" and world_size > 1
     if error_file is not None:
         write_report(error_file, error, code)
-    if classify(error) == "collective" and announced_rank()[1] > 1:
+    if waited:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing left to save in an orderly way
         time.sleep(COLLECTIVE_DELAY_SECONDS)
     if error_file is None:
-        rank = announced_rank()[0]
         prefix = f"[rank {rank}] " if rank > 0 else ""
         text = (
             f"error: {error}" if isinstance(error, UserError) else "".join(traceback.format_exception(error)).rstrip()
         )
+        if waited:
+            text += f"\nrank {rank} lost another of the {world_size}; if none says why, its host or the network did"
         print("\n".join(prefix + line for line in text.splitlines()), file=sys.stderr, flush=True)
 
 

@@ -43,7 +43,20 @@ def test_traceback_comes_once_and_output_is_flushed() -> None:
     assert done.returncode == 1
     assert done.stdout == "before\n"
     assert done.stderr.count("Traceback") == 1
-    assert done.stderr.endswith("[rank 1] RuntimeError: Connection closed by peer\n")
+    assert "\n[rank 1] RuntimeError: Connection closed by peer\n" in done.stderr
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_lost_peer_is_said_whichever_collective_met_it(rank: str) -> None:
+    """torch's messages of a failed collective don't say whose it was, and rank 0 has no prefix."""
+    done = run("raise RuntimeError('Timed out waiting 20000ms for recv operation')", {**RANK_ONE, "RANK": rank})
+    last = done.stderr.splitlines()[-1]
+    assert f"rank {rank} lost another of the 2" in last
+
+
+def test_an_own_failure_is_not_taken_for_a_lost_peer() -> None:
+    done = run("raise RuntimeError('mat1 and mat2 shapes cannot be multiplied')", RANK_ONE)
+    assert "lost another" not in done.stderr
 
 
 @pytest.mark.parametrize(
