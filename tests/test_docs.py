@@ -135,6 +135,16 @@ def test_the_planning_pages_commands_work(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "runs/recipe-tuned/model/config.json").is_file()
 
 
+def test_the_export_pages_command_works(tmp_path: Path) -> None:
+    from tests.export.models import bpe_tokenizer, needs, save_model
+
+    needs("gguf", "cyllama")
+    save_model(tmp_path / "my-model", "llama", bpe_tokenizer(280), 320)
+    for script in blocks_of("export.md", "bash"):
+        run(["bash", "-euo", "pipefail", "-c", script], tmp_path)
+    assert (tmp_path / "model.gguf").is_file()
+
+
 def _valid(text: str) -> None:
     import yaml
 

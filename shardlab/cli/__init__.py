@@ -11,7 +11,7 @@ import typer
 from shardlab import __version__
 from shardlab.cli import checkpoints, data
 from shardlab.cli.diagnosis import doctor
-from shardlab.cli.models import evaluate, generate, merge
+from shardlab.cli.models import evaluate, export, generate, merge
 from shardlab.cli.planning import plan, tune
 from shardlab.cli.training import compare, init, train
 
@@ -58,6 +58,7 @@ app.command()(compare)
 app.command(name="eval")(evaluate)
 app.command()(generate)
 app.command()(merge)
+app.command()(export)
 app.command()(doctor)
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoints.app, name="checkpoint")

@@ -1,4 +1,4 @@
-"""`eval`, `generate` and `merge`: what is done with a trained model."""
+"""`eval`, `generate`, `merge` and `export`: what is done with a trained model."""
 
 import json
 from pathlib import Path
@@ -36,6 +36,25 @@ def evaluate(
     result = evaluate_directory(directory, data)
     text = "loss {loss:.4f}  perplexity {perplexity:.2f}  over {tokens:,} tokens".format(**result)
     typer.echo(json.dumps(result) if as_json else text)
+
+
+def export(
+    directory: Annotated[Path, typer.Argument(metavar="IN", help="A Hugging Face model directory.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, such as model.gguf.")],
+    to: Annotated[str, typer.Option("--to", help="gguf.")],
+    dtype: Annotated[str, typer.Option(help="f32, f16, bf16, q8_0, q4_0 or q4_1.")] = "f16",
+) -> None:
+    """Write a model for another runtime, checked before it has its name.
+
+    Example: `shardlab export runs/demo/model model.gguf --to gguf --dtype q8_0`
+    """
+    from shardlab.errors import UserError
+    from shardlab.export.gguf import export_gguf
+    from shardlab.export.gguf_file import parse_dtype
+
+    if to != "gguf":
+        raise UserError(f"--to {to}: choose gguf")
+    typer.echo(export_gguf(directory, output, parse_dtype(dtype)).text())
 
 
 def generate(
