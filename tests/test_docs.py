@@ -145,6 +145,20 @@ def test_the_export_pages_command_works(tmp_path: Path) -> None:
     assert (tmp_path / "model.gguf").is_file()
 
 
+def test_the_compress_pages_commands_work(tmp_path: Path) -> None:
+    from tests.export.models import bpe_tokenizer, save_model
+
+    save_model(tmp_path / "my-model", "llama", bpe_tokenizer(280), 320)
+    (tmp_path / "texts").mkdir()
+    for number in range(30):
+        lines = "".join(f"line {line} of text {number}\n" for line in range(40))
+        (tmp_path / "texts" / f"{number}.txt").write_text(lines, encoding="utf-8")
+    for script in blocks_of("compress.md", "bash"):
+        said = run(["bash", "-euo", "pipefail", "-c", f"{script.strip()} --held-out 8 --calibration 8"], tmp_path)
+    assert "held-out tokens" in said
+    assert (tmp_path / "mixed" / "shardlab_card.json").is_file()
+
+
 def _valid(text: str) -> None:
     import yaml
 

@@ -10,6 +10,7 @@ import typer
 
 from shardlab import __version__
 from shardlab.cli import checkpoints, data
+from shardlab.cli.compression import quantize
 from shardlab.cli.diagnosis import doctor
 from shardlab.cli.models import evaluate, export, generate, merge
 from shardlab.cli.planning import plan, tune
@@ -58,6 +59,7 @@ app.command()(compare)
 app.command(name="eval")(evaluate)
 app.command()(generate)
 app.command()(merge)
+app.command()(quantize)
 app.command()(export)
 app.command()(doctor)
 app.add_typer(data.app, name="data")

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -101,10 +101,10 @@ def _write_model(
     directory: Path, module: Trainable, tensors: Iterator[tuple[str, Tensor]], model: ModelSection
 ) -> None:
     if model.lora is None:
-        _write_config(directory, module, _write_tensors(directory, tensors))
+        _write_config(directory, module, write_tensors(directory, tensors))
     elif model.lora.merge:
         merged = merged_tensors(tensors, model.lora, transposed_layers(module))
-        _write_config(directory, module, _write_tensors(directory, merged))
+        _write_config(directory, module, write_tensors(directory, merged))
     else:
         save_file(dict(adapter_tensors(tensors)), directory / "adapter_model.safetensors", metadata={"format": "pt"})
         _write_adapter_config(directory, module, model)
@@ -117,8 +117,13 @@ def _write_adapter_config(directory: Path, module: Trainable, model: ModelSectio
     write_adapter_config(directory, model.lora, str(Path(model.path).resolve()), layers)
 
 
-def _write_tensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> torch.dtype:
-    """Write safetensors files of at most `SHARD_BYTES` (or one tensor) and their index; return the dtype."""
+def write_tensors(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES
+) -> torch.dtype:
+    """Write safetensors files of at most `shard_bytes` (or one tensor) and their index; return the last float dtype.
+
+    What a file holds is in memory until the file is written.
+    """
     files: list[tuple[Path, list[str]]] = []
     pending: dict[str, Tensor] = {}
     total, size, dtype = 0, 0, torch.float32
@@ -132,7 +137,7 @@ def _write_tensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> to
     for name, tensor in tensors:
         dtype = tensor.dtype if tensor.is_floating_point() else dtype
         bytes_ = tensor.numel() * tensor.element_size()
-        if pending and size + bytes_ > SHARD_BYTES:
+        if pending and size + bytes_ > shard_bytes:
             flush()
             size = 0
         pending[name] = tensor.contiguous()

@@ -1,0 +1,288 @@
+"""A causal language model, one segment in memory at a time: calibration rows go through it, and each is changed.
+
+A segment's inputs come from the changed segments before it, so what one loses the next can make up for. Rows that were
+held out go through the model twice, as it was and as it becomes, so that what the change costs is known at the end
+without either model ever being whole.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from shardlab.backends.materialize import move_buffers
+from shardlab.data.window import IGNORED
+from shardlab.errors import UserError
+from shardlab.model.build import build_model
+from shardlab.model.deferred import Weights
+from shardlab.model.segments import Capture
+from shardlab.model.trainable import CausalLM, make_trainable
+from shardlab.recipe import ModelSection
+
+Batch = Mapping[str, Tensor]
+Written = Iterator[tuple[str, Tensor]]
+
+
+@dataclass
+class Segment:
+    """The embedding, a block, or the head with the norms before it, with its weights in memory in fp32."""
+
+    name: str  # in the user's model: "model.layers.3"; "" for what stands around the blocks
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]  # by the user's names; a tied head's weight is in the embedding's alone
+    linears: dict[str, nn.Linear]  # by the user's names, without ".weight"
+    observe: Callable[[], None] = field(repr=False)
+    """Run the calibration rows through the segment as it is now: hooks on its layers see what they are given."""
+
+
+Change = Callable[[Segment], Written]
+"""Changes a segment's weights in place, and yields (name, tensor) of all that is to be written for it."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What a change costs, over the same held-out tokens before and after."""
+
+    tokens: int
+    loss_before: float
+    loss_after: float
+    divergence: float  # mean Kullback-Leibler divergence of the changed model from the first, in nats for a token
+    agreement: float  # share of tokens whose likeliest successor is the same
+
+    @property
+    def perplexity_before(self) -> float:
+        """Of the model as it was."""
+        return math.exp(self.loss_before)
+
+    @property
+    def perplexity_after(self) -> float:
+        """Of the changed model."""
+        return math.exp(self.loss_after)
+
+
+@dataclass
+class _Rows:
+    """One batch on its way: what the blocks are called with, and the hidden states (batch, sequence, hidden)."""
+
+    batch: Batch
+    capture: Capture
+    hidden: Tensor
+
+
+class Walk:
+    """One pass over the model in a directory."""
+
+    def __init__(
+        self,
+        directory: Path,
+        calibration: Sequence[Batch],
+        held_out: Sequence[Batch],
+        *,
+        sequence_length: int,
+        device: torch.device | None = None,
+    ):
+        """Reads no weights yet. Raises UserError for a directory that is no causal language model's."""
+        self._device = device or torch.device("cpu")
+        model, self._weights = build_model(
+            ModelSection(path=str(directory)), vocabulary=1, eos_token_id=None, sequence_length=sequence_length, seed=0
+        )
+        made = make_trainable(model)
+        if not isinstance(made, CausalLM):
+            raise UserError(f"{directory} is not a causal language model")
+        self._model: CausalLM = made
+        self._model.eval()
+        move_buffers(self._model, self._device)
+        self.config: Any = self._model.config
+        self.tied = self._model.tied
+        self.blocks = len(self._model.blocks)
+        # By identity, before any parameter is replaced by one with values.
+        self._names = {id(parameter): name for name, parameter in self._model.named_canonical()}
+        self._layers = {
+            id(module): self._names[id(module.weight)].removesuffix(".weight")
+            for module in self._model.modules()
+            if isinstance(module, nn.Linear)
+        }
+        self._head_name = self._layers[id(self._model.tail.head)]
+        for alias, canonical in self._model.aliases.items():
+            if canonical == f"{self._head_name}.weight":
+                self._head_name = alias.removesuffix(".weight")
+        self._calibration = calibration
+        self._held_out = held_out
+        self._quality: Quality | None = None
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of each linear layer of the blocks by the user's name, in order; then the head."""
+        shapes = {}
+        for block in self._model.blocks:
+            for name, linear in self._linears(block).items():
+                shapes[name] = (linear.out_features, linear.in_features)
+        return shapes
+
+    def head(self) -> tuple[str, tuple[int, int]]:
+        """The head's own name, though it may be tied, and (tokens, hidden size)."""
+        head = self._model.tail.head
+        return self._head_name, (head.out_features, head.in_features)
+
+    def left_alone(self) -> list[str]:
+        """Matrices of the blocks that belong to no linear layer: experts fused into one tensor, GPT-2's own layers."""
+        found = []
+        for block in self._model.blocks:
+            linear = {id(module.weight) for module in block.modules() if isinstance(module, nn.Linear)}
+            found += [self._names[id(p)] for p in block.parameters() if p.dim() > 1 and id(p) not in linear]
+        return found
+
+    @torch.no_grad()
+    def run(self, change: Change, *, unties: bool = False) -> Written:
+        """Go through the model; yields what `change` yields, segment by segment. `quality` is there afterwards.
+
+        `unties`: of a tied model, the head is changed and written on its own. Without it the embedding's change is the
+        head's. Raises UserError naming the segment where weights or activations are not finite.
+        """
+        table = self._model.table
+        assert table is not None
+        around = self._around_blocks()
+        with _Loaded(self, around) as loaded:
+            before = [self._start(batch) for batch in self._held_out]
+            segment = self._segment("", self._model.body, loaded.parameters, linears={}, observe=lambda: None)
+            yield from change(segment)
+            rows = [self._start(batch) for batch in self._calibration]
+            after = [self._start(batch) for batch in self._held_out]
+            weight = table.weight
+            assert isinstance(weight, Tensor)
+            shared = weight.detach() if self.tied and not unties else None
+        for index, block in enumerate(self._model.blocks):
+            name = self._block_name(index)
+            with _Loaded(self, block) as loaded:
+                for one in before:
+                    self._advance(one, index, block)
+
+                def observe(index: int = index, block: nn.Module = block) -> None:
+                    for one in rows:
+                        one.capture.run_block(index, block, one.hidden)
+
+                yield from change(self._segment(name, block, loaded.parameters, self._linears(block), observe))
+                for one in [*rows, *after]:
+                    self._advance(one, index, block)
+            for one in [*rows, *after]:
+                if not bool(one.hidden.isfinite().all()):
+                    raise UserError(f"{name} gives values that are not finite for rows of the calibration text")
+        tail = self._model.tail
+        with _Loaded(self, tail) as loaded:
+            reference = [self._final(one.hidden) for one in before]
+
+            def observe_head() -> None:
+                for one in rows:
+                    for part in self._final(one.hidden).split(tail.chunk_tokens):
+                        tail.head(part)
+
+            original = tail.head.weight.detach().clone() if self._held_out else None
+            name = self.head()[0]
+            own = {n: p for n, p in loaded.parameters.items() if p is not tail.head.weight}
+            if shared is None:
+                own[f"{name}.weight"] = cast(nn.Parameter, tail.head.weight)
+            yield from change(
+                self._segment("", tail, own, {} if shared is not None else {name: tail.head}, observe_head)
+            )
+            if original is not None:
+                self._compare(reference, after, original, tail.head.weight if shared is None else shared)
+
+    @property
+    def quality(self) -> Quality | None:
+        """None before the end of `run`, and where nothing was held out."""
+        return self._quality
+
+    def _segment(
+        self,
+        name: str,
+        module: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        linears: dict[str, nn.Linear],
+        observe: Callable[[], None],
+    ) -> Segment:
+        for parameter_name, parameter in parameters.items():
+            if not bool(parameter.isfinite().all()):
+                raise UserError(f"{parameter_name} has values that are not finite")
+        return Segment(name, module, parameters, linears, observe)
+
+    def _start(self, batch: Batch) -> _Rows:
+        moved = {name: tensor.to(self._device) for name, tensor in batch.items()}
+        captured = self._model.capture(moved)
+        return _Rows(moved, captured, captured.hidden)
+
+    def _advance(self, rows: _Rows, index: int, block: nn.Module) -> None:
+        rows.hidden = rows.capture.run_block(index, block, rows.hidden)
+
+    def _final(self, hidden: Tensor) -> Tensor:
+        """What the head is given, (tokens, hidden)."""
+        for norm in self._model.tail.norms:
+            hidden = norm(hidden)
+        return hidden.reshape(-1, hidden.shape[-1])
+
+    def _compare(self, reference: list[Tensor], after: list[_Rows], original: Tensor, changed: Tensor) -> None:
+        tail = self._model.tail
+        totals = torch.zeros(4, dtype=torch.float64, device=self._device)
+        tokens = 0
+        for first, rows in zip(reference, after, strict=True):
+            second, targets = self._final(rows.hidden), rows.batch["targets"].reshape(-1)
+            for chunk in tail.chunks(len(targets)):
+                valid = targets[chunk] != IGNORED
+                wanted = targets[chunk][valid]
+                bias = tail.head.bias
+                before = tail.transform(nn.functional.linear(first[chunk][valid], original, bias)).log_softmax(-1)
+                now = tail.transform(nn.functional.linear(second[chunk][valid], changed, bias)).log_softmax(-1)
+                divergence = nn.functional.kl_div(now, before, reduction="sum", log_target=True)
+                losses = [nn.functional.nll_loss(one, wanted, reduction="sum") for one in (before, now)]
+                agreed = (before.argmax(-1) == now.argmax(-1)).sum()
+                totals += torch.stack([*losses, divergence, agreed]).double()
+                tokens += len(wanted)
+        loss_before, loss_after, divergence_, agreement = (totals / max(tokens, 1)).tolist()
+        self._quality = Quality(tokens, loss_before, loss_after, divergence_, agreement)
+
+    def _around_blocks(self) -> nn.Module:
+        """The body without its blocks, as one module."""
+        inside = {id(module) for block in self._model.blocks for module in block.modules()}
+        return nn.ModuleList(m for m in self._model.body.modules() if id(m) not in inside and m._parameters)
+
+    def _block_name(self, index: int) -> str:
+        return f"{self._model.anatomy.blocks}.{index}"
+
+    def _linears(self, block: nn.Module) -> dict[str, nn.Linear]:
+        return {self._layers[id(module)]: module for module in block.modules() if isinstance(module, nn.Linear)}
+
+    @property
+    def weights(self) -> Weights:
+        """Where the values come from."""
+        return self._weights
+
+
+class _Loaded:
+    """A module's parameters with their values inside, and without memory again afterwards."""
+
+    def __init__(self, walk: Walk, module: nn.Module):
+        self._walk = walk
+        self._module = module
+        self._empty: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self.parameters: dict[str, nn.Parameter] = {}
+
+    def __enter__(self) -> "_Loaded":
+        names = self._walk._names
+        made: dict[int, nn.Parameter] = {}
+        for module in self._module.modules():
+            for leaf, parameter in list(module._parameters.items()):
+                if parameter is None:
+                    continue
+                self._empty.append((module, leaf, parameter))
+                if id(parameter) not in made:
+                    value = self._walk.weights.tensor(names[id(parameter)]).to(self._walk._device)
+                    made[id(parameter)] = nn.Parameter(value, requires_grad=False)
+                    self.parameters[names[id(parameter)]] = made[id(parameter)]
+                module._parameters[leaf] = made[id(parameter)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, leaf, parameter in self._empty:
+            module._parameters[leaf] = parameter
