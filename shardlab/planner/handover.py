@@ -246,7 +246,7 @@ def _script_notes(plan: Plan, found: Survey, directory: Path) -> list[str]:
     ]
     if plan.recompute == "selective":
         lines.append(
-            "- Selective recompute is shardlab's: other programs have none or all of it, so the files ask for all, which "
+            "- Selective recompute is shardlab's: other programs have none or all of it. The files ask for all, which "
             "takes less memory than planned, and more time."
         )
     if plan.recompute != "none" and plan.backend != "fsdp":
