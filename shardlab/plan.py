@@ -8,6 +8,7 @@ from typing import Literal, get_args
 BackendName = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "stream"]
 Precision = Literal["fp32", "bf16"]
 Place = Literal["none", "cpu"]
+Recompute = Literal["none", "selective", "full"]  # see `model/policies.py`
 # Whose training loop a prediction is of: ours, or a plain Hugging Face one, with weights in fp32 (and autocast where
 # the precision is bf16) or in bf16.
 Loop = Literal["shardlab", "hf", "hf-bf16"]
@@ -48,7 +49,7 @@ class Plan:
     accumulation: int
     global_batch_size: int
     precision: Precision
-    recompute: Literal["none", "full"] = "none"
+    recompute: Recompute = "none"
     reshard_after_forward: bool = True
     replicas: int = 1  # fsdp: groups of ranks that hold the model whole between them (HSDP)
     offload: Offload = field(default_factory=Offload)

@@ -14,6 +14,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch._inductor.compile_fx  # DeepSpeed imports it in its first step: 41 MiB of libraries, not of the model
+from deepspeed.runtime.zero import parameter_offload
 from torch import Tensor, nn
 
 from shardlab.backends.base import (
@@ -106,7 +107,8 @@ class ZeROBackend:
             objective = engine(move(batch, self._device), float(window.tokens))
             loss += objective.detach()
             # DeepSpeed averages over ranks and would divide by the accumulation: both are undone.
-            engine.backward(guarded(objective) * world, scale_wrt_gas=False)
+            with _stack_as_it_was():
+                engine.backward(guarded(objective) * world, scale_wrt_gas=False)
         set_learning_rate(engine.optimizer, lr)
         first = self._unchanged is None
         before = self._fingerprints() if first else {}
@@ -189,6 +191,18 @@ class ZeROBackend:
         """See `Backend.close`."""
         self._engine.destroy()
         torch.nn.functional.linear = _LINEAR
+
+
+@contextlib.contextmanager
+def _stack_as_it_was() -> Iterator[None]:
+    """Stage 3 notes each module that is entered, for the process, and crosses it off when it is left.
+
+    Recompute leaves its last module by an exception. (Made to leave it in order, it gives the module's weights back
+    before their gradient is there, and that fails.) Without this the list would grow with each micro-batch.
+    """
+    depth = len(parameter_offload.FWD_MODULE_STACK)
+    yield
+    del parameter_offload.FWD_MODULE_STACK[depth:]
 
 
 def _start_deepspeed(job: Job) -> None:

@@ -20,6 +20,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
+from shardlab.model import policies
+
 NAME = "shardlab_tiles"
 TILE = 128  # queries; a multiple of what a product likes, small enough to leave out nearly half
 KEPT_TOKENS = 1024  # with more keys the probabilities are not kept for the backward pass but made again
@@ -61,7 +63,13 @@ def attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     mask = None if attention_mask is None else attention_mask[:, 0]
-    output = _Tiles.apply(query, key, value, mask, scale)
+    results = policies.kept()
+    if results is None:
+        output = _Tiles.apply(query, key, value, mask, scale, True, [])
+    else:
+        given = results.take(attention)
+        output = _Tiles.apply(query, key, value, mask, scale, False, [] if given is None else [given])
+        results.put(attention, output)
     return output, None
 
 
@@ -95,22 +103,34 @@ def tiles(mask: Tensor | None, rows: int, tokens: int) -> list[_Tile]:
 
 
 class _Tiles(torch.autograd.Function):
-    """Softmax(QK')V and its gradient, a tile after another."""
+    """Softmax(QK')V and its gradient, a tile after another.
+
+    `keep`: the probabilities, for the backward pass, unless there are too many. `given` holds the output where it was
+    made before, in which case only its gradient is prepared.
+    """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        keep: bool,
+        given: list[Tensor],
+    ) -> Tensor:
         rows, heads, tokens, _ = query.shape
         ctx.scale, ctx.tiles = scale, tiles(mask, rows, tokens)
-        output = query.new_empty(rows, tokens, heads, value.shape[-1])
-        keep = key.shape[2] <= KEPT_TOKENS and any(ctx.needs_input_grad[:3])
-        kept = []
-        for tile in ctx.tiles:
-            probabilities = _probabilities(query, key, mask, tile, scale)
-            result = torch.bmm(probabilities, _keys(value, tile))
-            _put(output, result, tile)
+        output = given[0] if given else query.new_empty(rows, tokens, heads, value.shape[-1])
+        keep = keep and key.shape[2] <= KEPT_TOKENS and any(ctx.needs_input_grad[:3])
+        probabilities = []
+        for tile in () if given else ctx.tiles:
+            p = _probabilities(query, key, mask, tile, scale)
+            _put(output, torch.bmm(p, _keys(value, tile)), tile)
             if keep:
-                kept.append(probabilities)
-        ctx.save_for_backward(query, key, value, mask, output, *kept)
+                probabilities.append(p)
+        ctx.save_for_backward(query, key, value, mask, output, *probabilities)
         return output
 
     @staticmethod
@@ -130,7 +150,7 @@ class _Tiles(torch.autograd.Function):
             q = _queries(query, key.shape[1], tile)
             _put(d_query.transpose(1, 2), torch.bmm(d_score, _keys(key, tile)).mul_(ctx.scale), tile)
             _add(d_key, torch.bmm(d_score.transpose(1, 2), q), tile)
-        return d_query, d_key.mul_(ctx.scale).to(key.dtype), d_value.to(value.dtype), None, None
+        return d_query, d_key.mul_(ctx.scale).to(key.dtype), d_value.to(value.dtype), None, None, None, None
 
 
 def _probabilities(query: Tensor, key: Tensor, mask: Tensor | None, tile: _Tile, scale: float) -> Tensor:

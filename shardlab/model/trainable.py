@@ -6,19 +6,18 @@ policy.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from shardlab.data.window import IGNORED
 from shardlab.errors import UserError
+from shardlab.model import policies
 from shardlab.model.head import HeadLoss
 from shardlab.model.randomness import StepRandom
 from shardlab.model.segments import Anatomy, Capture, capture, dissect, output_embeddings, output_transform
-
-Recompute = Literal["none", "full"]
+from shardlab.plan import Recompute
 
 
 class Trainable(nn.Module):
@@ -113,10 +112,7 @@ class _BlockForward:
         self.recompute = recompute
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.recompute == "full" and torch.is_grad_enabled():
-            # Not re-entrant: gradients also flow where the embedding below is frozen.
-            return checkpoint(self._run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-        return self._run(*args, **kwargs)
+        return policies.run(self.recompute, self._run, args, kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._random.enter(self._index)

@@ -134,7 +134,7 @@ def _fsdp(plan: Plan, block_class: str) -> dict[str, Any]:
         "fsdp_transformer_layer_cls_to_wrap": block_class,
         "fsdp_reshard_after_forward": plan.reshard_after_forward,
         "fsdp_offload_params": plan.offload.parameters == "cpu",
-        "fsdp_activation_checkpointing": plan.recompute == "full",
+        "fsdp_activation_checkpointing": plan.recompute != "none",
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
     }
 
@@ -163,7 +163,7 @@ def trainer_arguments(plan: Plan, found: Survey, directory: Path) -> dict[str, A
         "seed": plan.seed,
     }
     # With FSDP accelerate's file asks for it: the Trainer refuses both at once.
-    if plan.recompute == "full" and plan.backend != "fsdp":
+    if plan.recompute != "none" and plan.backend != "fsdp":
         values |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     if zero:
         values["deepspeed"] = (directory / DS_CONFIG).as_posix()
@@ -244,7 +244,12 @@ def _script_notes(plan: Plan, found: Survey, directory: Path) -> list[str]:
         f"- Accelerate: a loader of {plan.micro_batch} sequences a rank, and "
         f"`Accelerator(gradient_accumulation_steps={plan.accumulation})`.",
     ]
-    if plan.recompute == "full" and plan.backend != "fsdp":
+    if plan.recompute == "selective":
+        lines.append(
+            "- Selective recompute is shardlab's: other programs have none or all of it. The files ask for all, which "
+            "takes less memory than planned, and more time."
+        )
+    if plan.recompute != "none" and plan.backend != "fsdp":
         lines.append("- `model.gradient_checkpointing_enable()`: the plan recomputes.")
     if found.loop == "hf-bf16":
         lines.append("- `from_pretrained(..., dtype=torch.bfloat16)`: the plan computes on weights in bf16.")

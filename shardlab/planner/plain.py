@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from shardlab.errors import UserError
 from shardlab.model.segments import dissect, output_embeddings
-from shardlab.model.trainable import Recompute, Trainable, tied_names
-from shardlab.plan import Loop, Plan, Precision
+from shardlab.model.trainable import Trainable, tied_names
+from shardlab.plan import Loop, Plan, Precision, Recompute
 
 
 class PlainLoop(Trainable):

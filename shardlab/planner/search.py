@@ -15,7 +15,7 @@ from shardlab.data.tokenizer import nominal_vocabulary
 from shardlab.errors import UserError
 from shardlab.model.build import build_shell
 from shardlab.model.trainable import make_trainable
-from shardlab.plan import BackendName, Footprint, Loop, ModelShape, Offload, Plan
+from shardlab.plan import BackendName, Footprint, Loop, ModelShape, Offload, Plan, Recompute
 from shardlab.planner.cost import Cost
 from shardlab.planner.machine import Machine
 from shardlab.planner.plain import PlainLoop, plain_batch
@@ -31,6 +31,8 @@ RULE = f"{_ORDER}; nothing is known of this hardware's speed"
 SAME_TIME = 1.01  # predictions nearer than this are no reason to choose
 TIME_RULE = f"the fastest by prediction; within {SAME_TIME - 1:.0%} of it, {_ORDER}"
 MICRO_BATCHES = (1, 2, 4, 8)
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # by what they run again
+ELSEWHERE: tuple[Recompute, ...] = ("none", "full")  # what accelerate and the HF Trainer have
 BACKENDS: tuple[BackendName, ...] = ("ddp", "zero1", "zero2", "fsdp", "zero3")  # by what they send
 
 
@@ -220,13 +222,13 @@ def candidates(base: Plan, machine: Machine, loop: Loop = "shardlab") -> Iterato
         if backend == "fsdp" and loop != "shardlab" and not machine.accelerator:
             continue  # on a CPU Accelerate turns it into DDP
         for offload in _offloads(backend, machine):
-            for recompute in ("none", "full"):
+            for recompute in RECOMPUTE if loop == "shardlab" else ELSEWHERE:
                 for size in sizes:
                     yield replace(
                         base,
                         backend=backend,
                         offload=offload,
-                        recompute="full" if recompute == "full" else "none",
+                        recompute=recompute,
                         micro_batch=size,
                         accumulation=share // size,
                         replicas=1,
@@ -246,7 +248,7 @@ def _offloads(backend: BackendName, machine: Machine) -> Iterator[Offload]:
 def _rank(candidate: Candidate) -> tuple[int, int, int, int]:
     plan = candidate.plan
     offloaded = (plan.offload.parameters == "cpu") + (plan.offload.optimizer == "cpu")
-    return plan.recompute == "full", offloaded, BACKENDS.index(plan.backend), -plan.micro_batch
+    return RECOMPUTE.index(plan.recompute), offloaded, BACKENDS.index(plan.backend), -plan.micro_batch
 
 
 def nearest(candidates: Sequence[Candidate]) -> Candidate:

@@ -21,8 +21,8 @@ from transformers import masking_utils
 from shardlab.errors import UserError
 from shardlab.model.head import HeadLoss
 from shardlab.model.shape import model_shape
-from shardlab.model.trainable import Recompute, Trainable
-from shardlab.plan import ROOT, Bytes, Kind, Precision, Span, Timeline
+from shardlab.model.trainable import Trainable
+from shardlab.plan import ROOT, Bytes, Kind, Precision, Recompute, Span, Timeline
 from shardlab.planner.plain import PlainLoop
 from shardlab.planner.storages import Passage, Storages
 

@@ -47,7 +47,7 @@ shard:
   replicas: 1                 # fsdp: groups of ranks that each shard the whole model (HSDP)
   reshard_after_forward: true
   offload: {parameters: none, optimizer: none}   # or cpu
-  recompute: none             # or full
+  recompute: none             # or selective (all but attention and every other product), full (whole blocks)
   memory_limit: null          # stream: what the process may take, e.g. 2GiB
   stream_directory: null      # stream: where the state's files lie; null = in the run's directory
   timeout_seconds: 600        # how long a rank may keep the others waiting

@@ -62,7 +62,8 @@ class Outcome:
     skipped: list[bool]
     evaluation: tuple[float, int]
     unchanged: list[str]
-    local_elements: dict[str, int]  # of each tensor, what this rank holds between steps
+    local_elements: dict[str, int]  # of each tensor, what this rank holds before the first step
+    held_after_steps: list[dict[str, int]]  # the same after each step
     state_elements: int  # of first moments on this rank
     buffers: Arrays
     dtypes: set[str]
@@ -81,6 +82,7 @@ def train(case: Case) -> Outcome:
         if case.evaluate_first:
             engine.evaluate(batches)
         applied: list[Applied] = []
+        held_after: list[dict[str, int]] = []
         for step in range(case.steps):
             mine = window(case.data, step, case.micro, topology.rank, topology.world_size)
             with ExitStack() as stack:
@@ -89,6 +91,7 @@ def train(case: Case) -> Outcome:
                     if topology.rank == topology.world_size - 1:
                         stack.enter_context(poisoned(trainable))
                 applied.append(engine.run_window(mine, case.lr))
+            held_after.append(local_elements(trainable))
             if step == case.poison_step:
                 around.append(whole(engine))
         evaluation, after = engine.evaluate(batches), whole(engine)
@@ -99,6 +102,7 @@ def train(case: Case) -> Outcome:
             evaluation=evaluation,
             unchanged=engine.unchanged_parameters(),
             local_elements=held,
+            held_after_steps=held_after,
             state_elements=state_elements(engine.optimizer),
             buffers={name: buffer.float().numpy().copy() for name, buffer in trainable.named_buffers()},
             dtypes={str(tensor.dtype) for tensor in first.values()},

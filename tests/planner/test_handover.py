@@ -56,6 +56,8 @@ CASES = [
     pytest.param("ddp", {}, id="ddp"),
     pytest.param("ddp", {"recompute": "full", "precision": "fp32"}, id="ddp-recompute-fp32"),
     pytest.param("fsdp", {"recompute": "full", "replicas": 2, "world_size": 4}, id="hsdp-recompute"),
+    pytest.param("ddp", {"recompute": "selective"}, id="ddp-selective"),
+    pytest.param("fsdp", {"recompute": "selective"}, id="fsdp-selective"),
     pytest.param("fsdp", {"offload": Offload("cpu", "cpu")}, id="fsdp-offload"),
     pytest.param("zero1", {"precision": "fp32"}, id="zero1-fp32"),
     pytest.param("zero2", {"offload": Offload("none", "cpu"), "clip_grad_norm": None}, id="zero2-offload"),
@@ -105,7 +107,7 @@ def test_the_trainers_arguments_are_its_own(backend: BackendName, changes: dict[
     arguments = TrainingArguments(output_dir=str(tmp_path), **values)
     assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (2, 3)
     assert arguments.max_grad_norm == (0.0 if "clip_grad_norm" in changes else 1.0)
-    assert arguments.gradient_checkpointing == (changes.get("recompute") == "full")
+    assert arguments.gradient_checkpointing == (changes.get("recompute", "none") != "none")
     assert arguments.bf16 == (changes.get("precision") != "fp32")
 
 
@@ -126,6 +128,15 @@ def test_a_plain_loops_files_say_what_it_has_to_do(tmp_path: Path) -> None:
     assert "gradient_checkpointing_enable" in readme
     assert "shardlab train" not in readme
     assert yaml.safe_load((tmp_path / "planned/accelerate.yaml").read_text())["mixed_precision"] == "no"
+
+
+def test_what_other_programs_have_not_is_said(tmp_path: Path) -> None:
+    """Selective recompute: they get all of it, which fits where it does, and are told."""
+    write_files(tmp_path / "planned", found("fsdp", recompute="selective"))
+    config = yaml.safe_load((tmp_path / "planned/accelerate.yaml").read_text())
+    assert config["fsdp_config"]["fsdp_activation_checkpointing"] is True
+    assert "Selective recompute is shardlab's" in (tmp_path / "planned/README.md").read_text()
+    assert load_recipe(tmp_path / "planned/recipe.yaml").shard.recompute == "selective"
 
 
 def test_a_directory_with_other_files_is_left_alone(tmp_path: Path) -> None:

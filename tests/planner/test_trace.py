@@ -15,8 +15,8 @@ from shardlab.data.window import MicroBatch, Window
 from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights
 from shardlab.model.shape import model_shape
-from shardlab.model.trainable import Recompute, Summed, Trainable, make_trainable
-from shardlab.plan import ROOT, Plan, Precision, Timeline
+from shardlab.model.trainable import Summed, Trainable, make_trainable
+from shardlab.plan import ROOT, Plan, Precision, Recompute, Timeline
 from shardlab.planner.predict import Predictor
 from shardlab.planner.search import row_shapes
 from shardlab.planner.trace import Gradients, Tracer
@@ -93,6 +93,8 @@ CASES = [
     pytest.param({**LLAMA, "vocab_size": 65536, "num_hidden_layers": 2}, "none", 2, "fp32", True, id="64k-vocabulary"),
     pytest.param(GPT2, "none", 4, "fp32", True, id="gpt2-tied"),
     pytest.param(GPT2, "full", 1, "bf16", True, id="gpt2-recompute-bf16"),
+    pytest.param(LLAMA, "selective", 4, "fp32", True, id="llama-selective-4"),
+    pytest.param(GPT2, "selective", 2, "bf16", True, id="gpt2-selective-bf16"),
     pytest.param(QWEN, "none", 4, "fp32", True, id="qwen-grouped-heads"),
     pytest.param(MISTRAL, "none", 2, "fp32", True, id="mistral-window"),
 ]
@@ -143,7 +145,7 @@ def test_a_model_that_looks_at_values_is_refused_in_one_line() -> None:
 
 @pytest.mark.parametrize("gradients", ["buffers", "each", "units"])
 @pytest.mark.parametrize("config", [LLAMA, {**GPT2, "n_layer": 7}], ids=["llama", "gpt2"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_three_blocks_stand_for_all(
     config: dict[str, Any], gradients: Gradients, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +165,7 @@ def test_three_blocks_stand_for_all(
     [(LLAMA, [1, 2]), (QWEN, [1, 2]), ({**GPT2, "n_layer": 5}, [2, 4])],  # attention written out differs for one row
     ids=["llama", "qwen", "gpt2"],
 )
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_two_micro_batches_give_a_third_to_the_byte(
     config: dict[str, Any], sizes: list[int], recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,5 +217,7 @@ def test_the_units_of_a_model_are_what_backends_shard_by() -> None:
 def test_recompute_trades_activations_for_the_blocks_borders() -> None:
     batch = row_shapes(4, 256, packed=True)
     tracer = Tracer(trainable(LLAMA))
-    none, full = (highest(tracer.timeline(batch, "fp32", "buffers", policy)) for policy in ("none", "full"))
+    policies: tuple[Recompute, ...] = ("none", "selective", "full")
+    none, selective, full = (highest(tracer.timeline(batch, "fp32", "buffers", policy)) for policy in policies)
     assert full < none / 2
+    assert 1.3 * full < selective < none / 1.3

@@ -31,8 +31,8 @@ class ShardSection(Section):
     reshard_after_forward: bool = True
     """fsdp: give a block's gathered parameters back after its forward (less memory, one more gather)."""
     offload: OffloadSection = OffloadSection()
-    recompute: Literal["none", "full"] = "none"
-    """full: keep only the blocks' borders and run each block again in the backward pass, as stream always does."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass runs again. selective: all but attention and every other product; full: whole blocks."""
     memory_limit: str | None = None
     """stream: what the process may take, such as 2GiB; null is the machine's memory, or its cgroup's limit."""
     stream_directory: str | None = None
