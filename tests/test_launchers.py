@@ -35,7 +35,7 @@ from tests.train.support import (
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="signals and /proc")]
 
 BIN = Path(sys.executable).parent
-ALL_GONE_SECONDS = 15
+ALL_GONE_SECONDS = 60  # from a failure to the last process: five as a rule, and no time-out of torch's is as short
 MODULE = ("-m", "shardlab")
 TORCHRUN = (BIN / "torchrun", "--standalone", "--nproc-per-node", "2")  # standalone: on a free port
 
@@ -181,7 +181,18 @@ class Job:
     def wait_for_mark(self) -> None:
         """Until a rank says that it is in the step where things happen."""
         deadline = time.monotonic() + LIMIT_SECONDS
-        while not self._mark.exists():
+        while True:
+            ended = self.launcher.poll() is not None  # before the look: the mark was made while it ran
+            if self._mark.exists():
+                return
+            assert not ended, self.errors
+            assert time.monotonic() < deadline, self.errors
+            time.sleep(0.05)
+
+    def wait_for_words(self, words: str) -> None:
+        """Until the launcher or a rank has written them to stderr."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while words not in self.errors:
             assert self.launcher.poll() is None, self.errors
             assert time.monotonic() < deadline, self.errors
             time.sleep(0.05)
@@ -256,7 +267,7 @@ def test_terminating_the_launcher_in_training_leaves_no_process(job: StartJob) -
     running = job("stays_in_step_2", 2)
     running.wait_for_mark()
     running.launcher.terminate()
-    time.sleep(1)  # the ranks are to save after their step, which takes for ever: so the user insists
-    running.launcher.terminate()
+    running.wait_for_words("stopping on SIGTERM")
+    running.launcher.terminate()  # the ranks are to save after their step, which takes for ever: so the user insists
     assert running.finish() == 128 + signal.SIGTERM
     assert "Traceback" not in running.errors

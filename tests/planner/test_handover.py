@@ -27,7 +27,7 @@ from shardlab.planner.lint.accelerate import lint_accelerate
 from shardlab.planner.machine import GIB, Machine
 from shardlab.planner.search import BACKENDS, Candidate, Survey
 from shardlab.recipe import Recipe, load_recipe
-from tests.train.support import REPOSITORY, run_process, shardlab, write_recipe
+from tests.train.support import REPOSITORY, free_port, run_process, shardlab, write_recipe
 
 PROGRAM = Path(__file__).with_name("programs") / "planned.py"
 SHAPE = ModelShape((ParameterShape("embedding", (64, 32), True, 2), ParameterShape("block", (99,), True, 1)), 1, False)
@@ -229,6 +229,7 @@ def test_each_launch_line_runs_our_own_loop(launcher: str, tmp_path: Path) -> No
     (line,) = (line for line in commands(tmp_path / "planned") if line.startswith(launcher) and "shardlab" in line)
     line = line.replace("runs/planned", str(tmp_path / "run"))
     line += "" if "--output" in line else f" --output {tmp_path / 'run'}"
+    line = line.replace("deepspeed ", f"deepspeed --master_port {free_port()} ", 1) if launcher == "deepspeed" else line
     start(line, tmp_path)
     ran = json.loads((tmp_path / "run/plan.json").read_text())
     assert (ran["backend"], ran["world_size"]) == ("zero1", 2)

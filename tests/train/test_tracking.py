@@ -172,13 +172,18 @@ def read_wandb(directory: Path) -> tuple[Curves, dict[str, Any], bool]:
 
 
 def records(content: bytes) -> Iterator[bytes]:
-    """Those of a LevelDB log, in blocks of 32 KiB: checksum, length, and kind (whole, first, middle or last part)."""
+    """Those of a LevelDB log, in blocks of 32 KiB: checksum, length, and kind (whole, first, middle or last part).
+
+    The last one may still be being written, and is left out then.
+    """
     at, whole = 7, b""
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue
         _, length, kind = struct.unpack_from("<IHB", content, at)
+        if len(content) < at + 7 + length:
+            break
         whole += content[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
