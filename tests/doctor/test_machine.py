@@ -145,7 +145,7 @@ def test_a_backend_that_computes_something_else_fails() -> None:
 
 def test_without_deepspeed_the_others_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line says what is missing and what to use instead."""
-    monkeypatch.setattr(selftest, "zero_unavailable_reason", lambda names: "DeepSpeed is not installed: pip install it")
+    monkeypatch.setattr(selftest, "zero_unavailable_reason", lambda: "DeepSpeed is not installed: pip install it")
     monkeypatch.setattr(
         selftest, "_run", lambda names, timeout: iter(({"loss": 1.0, "grad_norm": 1.0, "seconds": 0},) * 3)
     )
