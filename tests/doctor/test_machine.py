@@ -1,5 +1,6 @@
 """The doctor's checks of a machine: what is well, what is not, and what to do about it."""
 
+import io
 import json
 import os
 import subprocess
@@ -12,10 +13,10 @@ from unittest import mock
 
 import pytest
 
-from shardlab.doctor import locks, selftest, system
+from shardlab.doctor import locks, report, selftest, system
 from shardlab.doctor.check import Check
 from shardlab.doctor.ranks import Ended, RankJob
-from tests.train.support import JOB_VARIABLE, job_processes
+from tests.train.support import JOB_VARIABLE, job_processes, shardlab
 
 
 def by_name(checks: list[Check]) -> dict[str, Check]:
@@ -192,10 +193,14 @@ def test_a_job_that_hangs_is_ended_with_all_its_processes(tmp_path: Path, monkey
 
 def test_the_command_prints_a_line_for_each_check() -> None:
     program = [sys.executable, "-m", "shardlab", "doctor", "--no-self-test"]
-    done = subprocess.run(program, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "utf-8"})
-    assert done.returncode == (1 if "✗" in done.stdout else 0)
-    assert all(line[0] in "✓!✗" for line in done.stdout.splitlines())
-    plain = subprocess.run(program, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    assert all(line[:4] in ("ok  ", "warn", "FAIL") for line in plain.stdout.splitlines())
-    as_json = subprocess.run([*program, "--json"], capture_output=True, text=True)
-    assert {"name", "status", "found", "fix"} == set(json.loads(as_json.stdout)["checks"][0])
+    done = subprocess.run(program, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == (1 if "FAIL" in done.stdout else 0)
+    assert all(line[:4] in ("ok  ", "warn", "FAIL") for line in done.stdout.splitlines())
+    lines: list[str] = []
+    with mock.patch.object(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):
+        code = report.examine(self_test=False, as_json=False, say=lines.append)
+    assert code == done.returncode
+    assert len(lines) == len(done.stdout.splitlines())
+    assert all(line[0] in "✓!✗" for line in lines)
+    (as_json,) = shardlab("doctor", "--no-self-test", "--json").out.splitlines()
+    assert {"name", "status", "found", "fix"} == set(json.loads(as_json)["checks"][0])
