@@ -141,7 +141,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     try:
         yield mount
     finally:
-        subprocess.run(["umount", str(mount)], check=True)
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
 class Optimist(LocalStorage):

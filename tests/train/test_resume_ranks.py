@@ -120,7 +120,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if made.returncode != 0:
         pytest.skip(f"a tmpfs can't be mounted here: {made.stderr.strip()}")
     yield mount
-    subprocess.run(["umount", mount], check=True)
+    subprocess.run(["umount", "--lazy", mount], check=True)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ Curves = dict[str, list[tuple[int, float]]]  # key -> (step, value)
 def _no_tracker_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "240")  # seconds for its own process to start, instead of 30
 
 
 @pytest.fixture(params=["tensorboard", "wandb", "mlflow"])
