@@ -31,7 +31,7 @@ import sys
 from shardlab.runtime.child import run_rank
 from shardlab.topology import Topology, check_collectives
 def main():
-    topology = Topology.detect(expected_world_size=2, timeout_seconds=60)
+    topology = Topology.detect(expected_world_size=2, timeout_seconds=300)
     check_collectives(topology)
     figures = (topology.rank, topology.world_size, topology.local_rank, topology.local_world_size, topology.nodes)
     line = " ".join([*map(str, figures), topology.device, topology.launcher])
@@ -147,7 +147,7 @@ def test_group_that_someone_else_made(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     for rank in ranks:
-        out, err = rank.communicate(timeout=120)
+        out, err = rank.communicate(timeout=400)
         assert rank.returncode == 0, err
         assert "reduce-scatter (average) over the ranks gave 3 instead of 1.5" in out
 

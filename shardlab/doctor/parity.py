@@ -43,7 +43,7 @@ def compare(
     """
     sides = (read_configuration(a), read_configuration(b))
     if any(side.kind == "ds_config" or side.backend.startswith("zero") for side in sides):
-        missing = zero_unavailable_reason(())
+        missing = zero_unavailable_reason()
         if missing is not None:
             raise UserError(missing)
     unlike = batches.difference(*sides)

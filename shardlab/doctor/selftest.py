@@ -20,7 +20,7 @@ _TOLERANCE = 1e-5  # relative, of loss and gradient norm in fp32: as docs/same-l
 def check_backends(timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[Check]:
     """One check for the collectives and one for each backend. One that fails or hangs is not in the others' way."""
     left = [COLLECTIVES, *BACKENDS]
-    missing = zero_unavailable_reason(())
+    missing = zero_unavailable_reason()
     if missing is not None:
         yield Check("zero1, zero2, zero3", "failed", missing)
         left = [name for name in left if not name.startswith("zero")]

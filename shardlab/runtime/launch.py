@@ -27,7 +27,6 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from shardlab.errors import ExitCode
 from shardlab.runtime.child import PARENT_VARIABLE, STACK_FILE, STACK_SIGNAL
 from shardlab.runtime.environment import child_environment
-from shardlab.runtime.extensions import prebuild
 from shardlab.runtime.failure import Ended, Report, describe, first_failure, read_report
 from shardlab.runtime.processes import Guard, adopted_orphans, end_sessions
 from shardlab.topology import LAUNCHER_VARIABLE
@@ -41,8 +40,6 @@ def launch(
     command: Sequence[str],
     nproc: int,
     *,
-    extensions: Sequence[str] = (),
-    startup_timeout_seconds: float = 900.0,
     stop_grace_seconds: float = 30.0,
     max_restarts: int = 0,
     restart_command: Sequence[str] | None = None,
@@ -58,10 +55,8 @@ def launch(
     After a failure that the user can't mend all ranks start again, with `restart_command` (or the same), up to
     `max_restarts` times.
 
-    DeepSpeed's `extensions` are built first, within `startup_timeout_seconds` (see `extensions.prebuild`).
-    Raises UserError from that. To be called from the main thread; the command's program uses `child.run_rank`.
+    To be called from the main thread; the command's program uses `child.run_rank`.
     """
-    prebuild(extensions, timeout_seconds=startup_timeout_seconds)
     code, failure = _launch_once(command, nproc, stop_grace_seconds)
     for restart in range(1, max_restarts + 1):
         if failure is None or code == ExitCode.USER:

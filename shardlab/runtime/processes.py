@@ -60,13 +60,11 @@ class Guard:
     """A process that kills the sessions it was told of, should this process die without closing it.
 
     It learns of the death from the end of its standard input, which no signal can prevent; so it works for SIGKILL too.
-    A `scratch` directory is then removed as well.
+    The directory `scratch` is then removed as well.
     """
 
-    def __init__(self, scratch: Path | None = None) -> None:
-        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
-        if scratch is not None:
-            command.append(str(scratch))
+    def __init__(self, scratch: Path) -> None:
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), str(scratch)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, text=True)
 
     def __enter__(self) -> "Guard":

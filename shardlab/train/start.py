@@ -86,7 +86,7 @@ def check(recipe: Recipe, world_size: int) -> Plan:
     plan = resolve(recipe, world_size=world_size)
     check_trackers(recipe)
     if plan.backend.startswith("zero"):
-        missing = zero_unavailable_reason(())
+        missing = zero_unavailable_reason()
         if missing is not None:
             raise UserError(missing)
     return plan

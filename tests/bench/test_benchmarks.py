@@ -27,11 +27,11 @@ def report(script: str, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_memory_by_backend() -> None:
-    result = report("memory_by_backend.py", "--size", "tiny", "--sequence", "32", "--backends", "ddp,fsdp")
-    assert [row[""] for row in result["rows"]][-2:] == ["shardlab ddp", "shardlab fsdp"]
-    losses = [row["loss"] for row in result["rows"]]
-    assert max(losses[:3]) - min(losses[:3]) < 1e-4  # the peers differ in their optimizer's kernel only
-    assert abs(losses[3] - losses[4]) < 1e-4
+    result = report("memory_by_backend.py", "--size", "tiny", "--sequence", "32", "--backends", "fsdp")
+    *peers, ours = result["rows"]
+    assert ours[""] == "shardlab fsdp"
+    losses = [row["loss"] for row in peers]
+    assert max(losses) - min(losses) < 1e-4  # they differ in their optimizer's kernel only
     assert all(row["peak MiB"] > 0 for row in result["rows"])
 
 

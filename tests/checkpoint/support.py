@@ -16,7 +16,7 @@ from shardlab.state.fragment import MASTER, Fragment
 Result = TypeVar("Result")
 State = Mapping[tuple[str, str], Tensor]
 
-TIMEOUT_SECONDS = 30
+TIMEOUT_SECONDS = 240  # for the slowest disk: others write and sync a gigabyte meanwhile
 
 
 class _Meeting:

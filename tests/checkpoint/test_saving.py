@@ -16,7 +16,7 @@ from shardlab.checkpoint.storage import LocalStorage, Writer
 from shardlab.errors import UserError
 from shardlab.state.box import Box
 from shardlab.state.fragment import MASTER, Fragment
-from tests.checkpoint.support import on_ranks, same, small_state, succeed, whole_fragments
+from tests.checkpoint.support import TIMEOUT_SECONDS, on_ranks, same, small_state, succeed, whole_fragments
 
 
 def steps(root: Path) -> list[int]:
@@ -47,7 +47,7 @@ class GatedStorage(LocalStorage):
         self.gate = threading.Event()
 
     def create(self, path: Path) -> Writer:
-        assert self.gate.wait(30)
+        assert self.gate.wait(TIMEOUT_SECONDS)
         return super().create(path)
 
 
@@ -141,7 +141,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     try:
         yield mount
     finally:
-        subprocess.run(["umount", str(mount)], check=True)
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
 class Optimist(LocalStorage):

@@ -14,7 +14,7 @@ class _ThreadRanks:
     """Ranks as threads of this process, with a real sum over them."""
 
     def __init__(self, world_size: int) -> None:
-        self._barrier = threading.Barrier(world_size, timeout=20)
+        self._barrier = threading.Barrier(world_size, timeout=240)
         self._shared: list[Tensor] = []
         self.calls = 0
 
@@ -45,7 +45,7 @@ class _ThreadRanks:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(300)
         return results
 
 

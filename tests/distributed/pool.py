@@ -17,7 +17,7 @@ from typing import Any
 from unittest import mock
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "DS_ACCELERATOR": "cpu"}
-TIMEOUT_SECONDS = 180  # a job that takes longer hangs
+TIMEOUT_SECONDS = 420  # a job that takes longer hangs
 PEERS_SECONDS = 5  # how long the other ranks may still take once one has failed
 
 
@@ -28,7 +28,7 @@ def _work(rank: int, world: int, store: str, jobs: Any, results: Any) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=150)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=360)
     )
     modules = 0
     while (job := jobs.get()) is not None:

@@ -1,20 +1,23 @@
 """The doctor's checks of a machine: what is well, what is not, and what to do about it."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import psutil
 import pytest
 
-from shardlab.doctor import locks, selftest, system
+from shardlab.doctor import locks, report, selftest, system
 from shardlab.doctor.check import Check
 from shardlab.doctor.ranks import Ended, RankJob
+from tests.train.support import JOB_VARIABLE, job_processes, shardlab
 
 
 def by_name(checks: list[Check]) -> dict[str, Check]:
@@ -89,7 +92,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
         "ours/extensions/py311-torch2-ds0/cpu_adam/lock",
     ],
 )
-def test_a_stale_lock_is_named_with_how_to_clear_it(place: str, environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_stale_lock_is_named_with_how_to_clear_it(
+    place: str, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever builds are made: the user's directory, torch's default, ours.
 
     https://github.com/deepspeedai/DeepSpeedExamples/issues/302, https://github.com/huggingface/transformers/issues/26015
@@ -97,7 +102,8 @@ def test_a_stale_lock_is_named_with_how_to_clear_it(place: str, environment: dic
     lock = tmp_path / place
     lock.parent.mkdir(parents=True)
     lock.touch()
-    os.utime(lock, (time.time() - 100, time.time() - 100))
+    now = lock.stat().st_mtime + 100
+    monkeypatch.setattr(locks.time, "time", lambda: now)
     (check,) = locks.check_locks(environment)
     assert check.status == "failed"
     assert check.found.startswith(f"{lock} is 100 s old and no process here holds it")
@@ -141,7 +147,7 @@ def test_a_backend_that_computes_something_else_fails() -> None:
 
 def test_without_deepspeed_the_others_are_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line says what is missing and what to use instead."""
-    monkeypatch.setattr(selftest, "zero_unavailable_reason", lambda names: "DeepSpeed is not installed: pip install it")
+    monkeypatch.setattr(selftest, "zero_unavailable_reason", lambda: "DeepSpeed is not installed: pip install it")
     monkeypatch.setattr(
         selftest, "_run", lambda names, timeout: iter(({"loss": 1.0, "grad_norm": 1.0, "seconds": 0},) * 3)
     )
@@ -175,28 +181,30 @@ def test_the_cause_is_the_exception_in_one_line() -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_hangs_is_ended_with_all_its_processes(tmp_path: Path) -> None:
+def test_a_job_that_hangs_is_ended_with_all_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(600)\n")
-    os.environ["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    try:
-        with RankJob("sleeper", [], nproc=2, timeout_seconds=12) as job:
-            ended = job.wait()
-    finally:
-        os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
+    name = uuid.uuid4().hex
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with mock.patch.dict(os.environ, {JOB_VARIABLE: name}), RankJob("sleeper", [], nproc=2, timeout_seconds=12) as job:
+        ended = job.wait()
     assert ended.code is None
     assert ended.cause == "no end within 12 s"
-    left = [
-        process for process in psutil.Process().children(recursive=True) if "sleeper" in " ".join(process.cmdline())
-    ]
-    assert left == []
+    deadline = time.monotonic() + 60
+    while job_processes(name) and time.monotonic() < deadline:
+        time.sleep(0.1)  # a killed process is gone when the kernel gets to it
+    assert job_processes(name) == []
 
 
 def test_the_command_prints_a_line_for_each_check() -> None:
     program = [sys.executable, "-m", "shardlab", "doctor", "--no-self-test"]
-    done = subprocess.run(program, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "utf-8"})
-    assert done.returncode == (1 if "✗" in done.stdout else 0)
-    assert all(line[0] in "✓!✗" for line in done.stdout.splitlines())
-    plain = subprocess.run(program, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    assert all(line[:4] in ("ok  ", "warn", "FAIL") for line in plain.stdout.splitlines())
-    as_json = subprocess.run([*program, "--json"], capture_output=True, text=True)
-    assert {"name", "status", "found", "fix"} == set(json.loads(as_json.stdout)["checks"][0])
+    done = subprocess.run(program, capture_output=True, text=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == (1 if "FAIL" in done.stdout else 0)
+    assert all(line[:4] in ("ok  ", "warn", "FAIL") for line in done.stdout.splitlines())
+    lines: list[str] = []
+    with mock.patch.object(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8")):
+        code = report.examine(self_test=False, as_json=False, say=lines.append)
+    assert code == done.returncode
+    assert len(lines) == len(done.stdout.splitlines())
+    assert all(line[0] in "✓!✗" for line in lines)
+    (as_json,) = shardlab("doctor", "--no-self-test", "--json").out.splitlines()
+    assert {"name", "status", "found", "fix"} == set(json.loads(as_json)["checks"][0])

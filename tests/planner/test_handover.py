@@ -27,7 +27,7 @@ from shardlab.planner.lint.accelerate import lint_accelerate
 from shardlab.planner.machine import GIB, Machine
 from shardlab.planner.search import BACKENDS, Candidate, Survey
 from shardlab.recipe import Recipe, load_recipe
-from tests.train.support import REPOSITORY, run_process, shardlab, write_recipe
+from tests.train.support import REPOSITORY, free_port, shardlab, write_recipe
 
 PROGRAM = Path(__file__).with_name("programs") / "planned.py"
 SHAPE = ModelShape((ParameterShape("embedding", (64, 32), True, 2), ParameterShape("block", (99,), True, 1)), 1, False)
@@ -228,19 +228,24 @@ def test_accelerate_launch_runs_a_users_script_with_the_files(backend: BackendNa
         assert (result["stage"], result["micro_batch"]) == (int(backend[-1]), 2)
 
 
+@pytest.fixture(scope="module")
+def emitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with planned/, as the command writes it."""
+    directory = tmp_path_factory.mktemp("emitted")
+    asked = ["--nproc", "2", "--set", "shard.backend=zero1", "--emit", directory / "planned"]
+    done = shardlab("plan", write_recipe(directory), *asked)
+    assert done.code == 0, done.err
+    return directory
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["shardlab", "accelerate", "torchrun", "deepspeed"])
-def test_each_launch_line_runs_our_own_loop(launcher: str, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path)
-    done = run_process(
-        [sys.executable, "-m", "shardlab", "plan", recipe, "--nproc", "2", "--set", "shard.backend=zero1",
-         "--emit", tmp_path / "planned"]
-    )  # fmt: skip
-    assert done.code == 0, done.err
-    (line,) = (line for line in commands(tmp_path / "planned") if line.startswith(launcher) and "shardlab" in line)
+def test_each_launch_line_runs_our_own_loop(launcher: str, emitted: Path, tmp_path: Path) -> None:
+    (line,) = (line for line in commands(emitted / "planned") if line.startswith(launcher) and "shardlab" in line)
     line = line.replace("runs/planned", str(tmp_path / "run"))
     line += "" if "--output" in line else f" --output {tmp_path / 'run'}"
-    start(line, tmp_path)
+    line = line.replace("deepspeed ", f"deepspeed --master_port {free_port()} ", 1) if launcher == "deepspeed" else line
+    start(line, emitted)
     ran = json.loads((tmp_path / "run/plan.json").read_text())
     assert (ran["backend"], ran["world_size"]) == ("zero1", 2)
 

@@ -106,28 +106,28 @@ def nan_at_step_3() -> nn.Module:
     return Troubled(3, lambda: float("nan"))
 
 
-def raises_on_rank_2() -> nn.Module:
+def raises_on_rank_1() -> nn.Module:
     """In the second step, like its kin below."""
 
     def trouble() -> float:
-        raise ValueError("rank two has a bad day")
+        raise ValueError("rank one has a bad day")
 
-    return Troubled(2, _on_rank_2(trouble))
+    return Troubled(2, _on_rank_1(trouble))
 
 
-def exits_on_rank_2() -> nn.Module:
+def exits_on_rank_1() -> nn.Module:
     """With a code of its own."""
-    return Troubled(2, _on_rank_2(lambda: sys.exit(3)))
+    return Troubled(2, _on_rank_1(lambda: sys.exit(3)))
 
 
-def dies_on_rank_2() -> nn.Module:
+def dies_on_rank_1() -> nn.Module:
     """As if memory had run out."""
 
     def trouble() -> float:
         os.kill(os.getpid(), signal.SIGKILL)
         return 1.0
 
-    return Troubled(2, _on_rank_2(trouble))
+    return Troubled(2, _on_rank_1(trouble))
 
 
 def stays_in_step_2() -> nn.Module:
@@ -146,9 +146,9 @@ def returns_a_number() -> int:
     return 3
 
 
-def _on_rank_2(trouble: Callable[[], float]) -> Callable[[], float]:
+def _on_rank_1(trouble: Callable[[], float]) -> Callable[[], float]:
     def act() -> float:
-        if announced_rank()[0] != 2:
+        if announced_rank()[0] != 1:
             return 1.0
         _mark()
         return trouble()

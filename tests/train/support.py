@@ -25,7 +25,7 @@ from shardlab.topology import Topology
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "shardlab")
 JOB_VARIABLE = "SHARDLAB_TEST_JOB"
-LIMIT_SECONDS = 300  # for a command that takes ten on a quiet machine
+LIMIT_SECONDS = 480  # for a command that takes ten on a quiet machine
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 
 # The fixtures TINY and TINY-T of the field cases.

@@ -1,5 +1,6 @@
 """Measured memory, against allocations of known size."""
 
+import gc
 import mmap
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's ow
 
 @pytest.fixture
 def meter() -> MemoryMeter:
+    gc.collect()  # what earlier tests left would be freed at any moment
     meter = MemoryMeter(one_rank())
     meter.reset()
     return meter

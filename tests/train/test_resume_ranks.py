@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardlab.checkpoint import find_newest, verify
+from shardlab.checkpoint import AsyncSaver, find_newest, verify
 from shardlab.errors import UserError
 from shardlab.recipe import load_recipe
 from shardlab.train.callbacks import Callback, StepResult
@@ -93,7 +95,10 @@ def test_a_users_own_loop_goes_on(pools: Pools, tmp_path: Path, backend: str) ->
 
 
 class FillDisk(Callback):
-    """Takes nearly all that is left of the disk after step 3, so that the next save finds it full."""
+    """Takes nearly all that is left of the disk after step 3, so that the next save finds it full.
+
+    The one of step 2 may be under way: it has written its tensors by then, see `tensors_are_written`.
+    """
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -115,11 +120,26 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if made.returncode != 0:
         pytest.skip(f"a tmpfs can't be mounted here: {made.stderr.strip()}")
     yield mount
-    subprocess.run(["umount", mount], check=True)
+    subprocess.run(["umount", "--lazy", mount], check=True)
+
+
+@pytest.fixture
+def tensors_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a save in the background returns; the rest is left to its thread and to the training's next looks."""
+    save = AsyncSaver.save
+
+    def save_and_wait(saver: AsyncSaver, *given: Any) -> Path | None:
+        before = save(saver, *given)
+        assert saver._job is not None
+        wait([saver._job])
+        return before
+
+    monkeypatch.setattr(AsyncSaver, "save", save_and_wait)
 
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
+@pytest.mark.usefixtures("tensors_are_written")
 def test_a_full_disk_never_passes_for_a_saved_run(
     tmp_path: Path, small_disk: Path, policy: str, asynchronous: str
 ) -> None:

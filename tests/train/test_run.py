@@ -1,6 +1,7 @@
 """`shardlab train` on one process: what a run directory holds, and what is refused."""
 
 import dataclasses
+import gc
 import json
 import math
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ def train(directory: Path, *arguments: str, **sections: dict[str, Any]) -> Run:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Three steps, evaluated after the second and the last, told in JSON."""
+    gc.collect()  # what earlier tests left, if freed meanwhile, would be missing from the peak
     return train(tmp_path_factory.mktemp("run"), "--json", "--set=train.evaluate_every=2")
 
 

@@ -1,10 +1,12 @@
 """Backend stream under a limit that the kernel holds, which ends ddp on the same recipe."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -34,9 +36,21 @@ def limited() -> Iterator[Path]:
                 group.rmdir()
                 continue
             yield group
-            group.rmdir()
+            remove(group)
             return
     pytest.skip("no memory cgroup can be made here: it takes root, or a delegated one")
+
+
+def remove(group: Path) -> None:
+    """Once the last of its processes is gone, which may be one that the command had started and did not wait for."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return group.rmdir()
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
 
 
 def run(group: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -24,6 +24,7 @@ Curves = dict[str, list[tuple[int, float]]]  # key -> (step, value)
 def _no_tracker_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "240")  # seconds for its own process to start, instead of 30
 
 
 @pytest.fixture(params=["tensorboard", "wandb", "mlflow"])
@@ -172,13 +173,18 @@ def read_wandb(directory: Path) -> tuple[Curves, dict[str, Any], bool]:
 
 
 def records(content: bytes) -> Iterator[bytes]:
-    """Those of a LevelDB log, in blocks of 32 KiB: checksum, length, and kind (whole, first, middle or last part)."""
+    """Those of a LevelDB log, in blocks of 32 KiB: checksum, length, and kind (whole, first, middle or last part).
+
+    The last one may still be being written, and is left out then.
+    """
     at, whole = 7, b""
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue
         _, length, kind = struct.unpack_from("<IHB", content, at)
+        if len(content) < at + 7 + length:
+            break
         whole += content[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -28,15 +29,22 @@ def run_on(directory: Path, case: Case, *, resume: bool) -> tuple[dict[int, floa
         return losses, state_of(engine)
 
 
-def in_a_child(work: Callable[[], object]) -> int:
-    """The exit code of `work`; forked, for imports take seconds."""
+def forked(work: Callable[[], object]) -> int:
+    """The process id of a child that does `work` and no more; forked, for imports take seconds."""
     child = os.fork()
     if child == 0:
         try:
             work()
             os._exit(0)
+        except BaseException:  # noqa: BLE001  (pytest, whose copy this is, must not see it)
+            traceback.print_exc()
         finally:
             os._exit(1)
+    return child
+
+
+def ended(child: int) -> int:
+    """Its exit code, once it has one."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -72,7 +80,7 @@ def dying(directory: Path, case: Case, point: int, *, after: int) -> int:
                 engine.run_window(window(step, case.accumulation), 1e-2)
             os._exit(0)  # the files stay, as after a kill
 
-    return in_a_child(work)
+    return ended(forked(work))
 
 
 def assert_goes_on(directory: Path, case: Case, straight: tuple[dict[int, float], dict]) -> int:
@@ -119,16 +127,18 @@ def test_killed_at_20_random_moments(tmp_path: Path, straight: tuple[dict[int, f
     with running(CASE, directory=directory) as engine:
         engine.run_window(window(0, CASE.accumulation), 1e-2)
         engine._store.close(remove=False)  # as a kill does
+
+    def live() -> None:
+        with running(CASE, directory=directory, resume=True) as engine:
+            for step in range(engine.windows_done, STEPS - 1):
+                engine.run_window(window(step, CASE.accumulation), 1e-2)
+            time.sleep(600)
+
     for _ in range(20):
-        child = os.fork()
-        if child == 0:
-            with running(CASE, directory=directory, resume=True) as engine:
-                for step in range(engine.windows_done, STEPS - 1):
-                    engine.run_window(window(step, CASE.accumulation), 1e-2)
-                time.sleep(60)
+        child = forked(live)
         time.sleep(chance.uniform(0.05, 0.6))
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        assert ended(child) == -signal.SIGKILL, "it had failed before"
     assert_goes_on(directory, CASE, straight)
 
 

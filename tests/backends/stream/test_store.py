@@ -23,10 +23,13 @@ def crash(directory: Path) -> None:
     """Leave the files of a run behind, as a kill does."""
     child = os.fork()
     if child == 0:
-        with running(Case(), directory=directory) as engine:
-            engine.run_window(window(0), 1e-2)
-            os._exit(0)
-    os.waitpid(child, 0)
+        try:
+            with running(Case(), directory=directory) as engine:
+                engine.run_window(window(0), 1e-2)
+                os._exit(0)
+        finally:
+            os._exit(1)  # never on into pytest, whose copy this is
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("without_direct", [False, True])

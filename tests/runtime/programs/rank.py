@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 from shardlab.errors import UserError
@@ -23,10 +24,13 @@ def main() -> int | None:
     rank = announced_rank()[0]
     if gloo:
         import accelerate  # noqa: F401 - the slow part, before a time-out runs
+        from torch.distributed import distributed_c10d
 
         meet("ready", rank)
-        topology = Topology.detect(expected_world_size=4, timeout_seconds=4 if action == "block" else 60)
+        topology = Topology.detect(expected_world_size=4, timeout_seconds=120)
         check_collectives(topology)
+        if action == "block":  # only now: four ranks may take longer to meet
+            distributed_c10d._set_pg_timeout(timedelta(seconds=4))
         rank = topology.rank
     kid = subprocess.Popen(["sleep", "600"])
     if action == "stubborn":
