@@ -21,7 +21,7 @@ from shardlab.backends.stream.binding import Binding
 from shardlab.backends.stream.boundaries import Boundaries
 from shardlab.backends.stream.layout import lay_out
 from shardlab.backends.stream.passes import Machinery, Pass
-from shardlab.backends.stream.pipeline import Pipeline
+from shardlab.backends.stream.pipeline import Pipeline, Traffic
 from shardlab.backends.stream.record import Pending
 from shardlab.backends.stream.state import StoredState
 from shardlab.backends.stream.store import Format, Store
@@ -85,6 +85,11 @@ class StreamBackend:
                 self._moved = {name for name, value in norms.items() if value > 0}
         self._store.commit_window(pending, {**self._store.record.note, "step": window.step + 1})
         return Applied(loss_sum, window.tokens, norm, skipped)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes moved so far, and seconds that computing waited for them."""
+        return self._pipeline.traffic
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """See `Backend.evaluate`."""
