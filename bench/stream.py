@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -176,30 +175,9 @@ class Bench:
 
 def machine_rates(directory: Path, threads: int, *, tiny: bool) -> Rates:
     """Of the disk (three readers and three writers at once, past the page cache) and of bf16 products."""
-    return Rates(_disk_rate(directory, (64 if tiny else 1024) * MiB), _products_rate(threads, 0.1 if tiny else 2.0))
+    from shardlab.doctor.calibrate import both_ways
 
-
-def _disk_rate(directory: Path, size: int) -> float:
-    from shardlab.backends.stream.direct import DirectFile, aligned
-
-    piece = 4 * MiB
-    files = [DirectFile(directory / f"rate-{i}", size, create=True) for i in range(2)]
-    buffers = [aligned(piece // 4).fill_(1.0) for _ in range(6)]
-
-    def move(number: int) -> None:
-        writing, part = divmod(number, 3)
-        for offset in range(part * piece, size, 3 * piece):
-            (files[writing].write if writing else files[writing].read)(buffers[number], offset)
-
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(lambda offset: files[0].write(buffers[0], offset), range(0, size, piece)))
-        started = time.perf_counter()
-        list(pool.map(move, range(6)))
-        seconds = time.perf_counter() - started
-    for file in files:
-        file.close()
-        file.path.unlink()
-    return 2 * size / seconds
+    return Rates(both_ways(directory, (64 if tiny else 1024) * MiB), _products_rate(threads, 0.1 if tiny else 2.0))
 
 
 def _products_rate(threads: int, seconds: float) -> float:
