@@ -15,8 +15,8 @@ from shardlab.planner.search import Survey, predictor, survey
 from shardlab.recipe import Recipe
 from tests.planner.test_cost import RATES
 
-CONFIG = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
-          "num_attention_heads": 4, "tie_word_embeddings": False}  # fmt: skip
+CONFIG = {"model_type": "llama", "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704,
+          "num_hidden_layers": 4, "num_attention_heads": 4, "tie_word_embeddings": False}  # fmt: skip
 SMALL = {"masters": "bf16", "moments": "8bit", "gradients": "bf16"}
 
 
@@ -110,14 +110,8 @@ def test_without_a_rating_nothing_is_said_of_days(tmp_path: Path) -> None:
 
 def test_a_users_hardware_may_name_its_disk(tmp_path: Path) -> None:
     file = tmp_path / "hardware.json"
-    mine = {
-        "host_memory_gib_per_device": 16,
-        "bf16_tflops": 1,
-        "memory_gb_per_s": 40,
-        "disk_gb_per_s": 2,
-        "disk_tbw": 600,
-    }
-    file.write_text(json.dumps({"mine": mine}))
+    rates = {"bf16_tflops": 1, "memory_gb_per_s": 40, "disk_gb_per_s": 2}
+    file.write_text(json.dumps({"mine": {"host_memory_gib_per_device": 16, "disk_tbw": 600, **rates}}))
     machine = parse_hardware("mine", file)
     assert machine.disk_tbw == 600
     assert machine.rates is not None

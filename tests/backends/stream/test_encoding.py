@@ -19,7 +19,7 @@ from tests.backends.stream.test_state import steps, taken
 ALL_SMALL = {"masters": "bf16", "moments": "8bit", "gradients": "bf16"}
 LR = 1e-3
 # Largest relative difference of 20 losses to those of fp32 state, and of a tensor after them. Measured, computing in
-# fp32: 3.5e-5 and 6.4e-3, 5.1e-4 and 4.6e-2, 2.3e-6 and 3.2e-4, 4.5e-4 and 4.6e-2.
+# fp32: 3.5e-5 and 6.4e-3, 5.1e-4 and 4.6e-2, 2.3e-6 and 3.2e-4, 4.5e-4 and 4.6e-2; in bf16 at most 5.2e-4 and 4.6e-2.
 BOUNDS = {
     "moments": (1e-4, 2e-2),
     "masters": (1.5e-3, 0.1),
@@ -75,7 +75,8 @@ def test_updates_are_those_of_torchao() -> None:
     for step in range(1, 21):
         gradient = torch.randn_like(value) * torch.logspace(-3, 0, 32).unsqueeze(1)
         theirs.grad = gradient.clone()
-        optimizer.step()
+        with torch.compiler.set_stance("force_eager"):  # it would be compiled, for a minute
+            optimizer.step()
         mine, first, second = piece.decode(every)
         torch._fused_adamw_(
             [mine], [gradient.flatten()], [first], [second], [], [torch.tensor(float(step))], amsgrad=False, lr=1e-2,
@@ -111,12 +112,11 @@ def test_20_losses_beside_those_of_fp32_state(what: str, precision: str) -> None
     small = ALL_SMALL if what == "all" else {what: ALL_SMALL[what]}
     case = Case("tied llama", precision, lr=LR, clip=1.0, accumulation=2, optimizer=AdamW(lr=LR, **small))
     mine, theirs = train(case, steps=20), straight(precision)
-    for_losses, for_weights = BOUNDS[what]
+    for_losses, for_weights = BOUNDS[what] if precision == "fp32" else (1.5e-3, 0.1)
     assert mine.losses != theirs.losses
-    assert mine.losses == pytest.approx(theirs.losses, rel=for_losses if precision == "fp32" else 2e-2)
-    assert max(relative(value.float(), theirs.tensors[name].float()) for name, value in mine.tensors.items()) < (
-        for_weights if precision == "fp32" else 2e-2
-    )
+    assert mine.losses == pytest.approx(theirs.losses, rel=for_losses)
+    unlike = max(relative(value.float(), theirs.tensors[name].float()) for name, value in mine.tensors.items())
+    assert unlike < for_weights
     assert theirs.losses[-1] < theirs.losses[0] - 0.1
 
 
