@@ -73,6 +73,6 @@ def test_the_shipped_figures_have_the_form_of_a_calibration(cache: Path) -> None
 
 def test_a_disk_is_measured_and_nothing_is_left_there(tmp_path: Path) -> None:
     rates = calibrating.disk_rates(tmp_path, 2 * 1024**2)
-    assert set(rates) == {"write", "read"}
+    assert set(rates) == {"write", "read", "both"}
     assert min(rates.values()) > 0
     assert list(tmp_path.iterdir()) == []

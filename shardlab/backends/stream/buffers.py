@@ -16,7 +16,8 @@ class Buffer:
     def __init__(self, form: Format, piece: int):
         self._form = form
         self._bytes = aligned(form.buffer_bytes(piece), torch.uint8)
-        self._decoded = [torch.empty(min(CHUNK, piece)) for _ in range(len(form.planes) + 1)]
+        # Memory that is never touched, as that of fp32 planes, is none.
+        self._decoded = [aligned(min(CHUNK, piece)) for _ in range(len(form.planes) + 1)]
         self.scratch = Scratch()
 
     def numbers(self, elements: int, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from shardlab.backends.stream.direct import SECTOR
+from shardlab.backends.stream.direct import SECTOR, aligned
 from shardlab.backends.stream.layout import ALIGN
 
 BLOCK = ALIGN  # elements of a scale: tensors begin at one, so that none shares it
@@ -46,7 +46,7 @@ class Scratch:
     """What decoding and encoding need beside the numbers, for one thread; `generator` rounds."""
 
     def __init__(self) -> None:
-        self._numbers = torch.empty(CHUNK)
+        self._numbers = aligned(CHUNK)
         self.generator = torch.Generator()
 
     def floats(self, count: int) -> Tensor:
@@ -210,6 +210,8 @@ class Format:
         """Of what a worker holds of a piece as it lies in the files: its state and its gradient, or a frozen piece."""
         return max(self.state_bytes(elements) + self.gradient.size(elements), elements * self.frozen.itemsize)
 
-    def scratch_bytes(self) -> int:
-        """Of a worker, beside that: planes decoded, and `Scratch`."""
-        return (len(self.planes) + 2) * CHUNK * 4
+    def scratch_bytes(self, piece: int) -> int:
+        """Of a worker for pieces of so many elements, beside that: planes decoded, and `Scratch`. fp32 needs none."""
+        decoded = sum(one.fields[0].dtype != torch.float32 for one in self.planes)
+        decoded += self.gradient.dtype != torch.float32
+        return (decoded + 1) * min(CHUNK, piece) * 4 if decoded else 0

@@ -110,7 +110,7 @@ def _resident(setting: Setting, layout: Layout, window: Window) -> dict[Kind, in
     return {
         "parameters": (SLOTS * layout.largest + sum(s.elements for s in small)) * setting.compute_size + window.used,
         "gradients": (GRADIENTS * layout.largest_trained + sum(s.trained for s in small)) * FP32,
-        "communication": WORKERS * (form.buffer_bytes(_piece(layout)) + form.scratch_bytes()),
+        "communication": WORKERS * (form.buffer_bytes(_piece(layout)) + form.scratch_bytes(_piece(layout))),
         # An allowance for what malloc keeps for each thread: without it 62M parameters took 241 MiB, of 242 predicted.
         "temporaries": WORKERS * _piece(layout) * FP32,
         "activations": kept + staged + window.captured + batches,

@@ -174,3 +174,5 @@ def test_bytes_of_an_element() -> None:
     assert form_of(moments="8bit").state_bytes(elements) == (6 + 8 / BLOCK) * elements
     assert form_of(masters="bf16", moments="8bit").state_bytes(elements) == (4 + 8 / BLOCK) * elements
     assert form_of(gradients="bf16").gradient.size(elements) == 2 * elements
+    assert form_of().scratch_bytes(elements) == 0
+    assert form_of(moments="8bit").scratch_bytes(elements) == 3 * 4 * CHUNK
