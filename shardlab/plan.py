@@ -24,7 +24,7 @@ class Offload:
 
 @dataclass(frozen=True)
 class Stream:
-    """How backend stream uses memory and disk.
+    """How backend stream uses memory and disk, and in what its files hold masters, moments and gradients.
 
     `memory_limit`: bytes that the process may take, libraries included; None: what the machine or its cgroup has.
     `activation_bytes`: of the blocks' inputs that stay in memory; None: all. `directory`: where each run gets one of
@@ -34,6 +34,9 @@ class Stream:
     memory_limit: int | None = None
     activation_bytes: int | None = None
     directory: str | None = None
+    masters: Literal["fp32", "bf16"] = "fp32"
+    moments: Literal["fp32", "8bit"] = "fp32"
+    gradients: Literal["fp32", "bf16"] = "fp32"
 
 
 @dataclass(frozen=True)

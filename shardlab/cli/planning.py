@@ -35,6 +35,10 @@ def plan(
         Path | None, typer.Option(metavar="DIR", help="Write the chosen plan's files for other launchers there.")
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say of each other plan why it was not chosen.")] = False,
+    disk_tbw: Annotated[
+        float | None,
+        typer.Option("--disk-tbw", min=1e-6, metavar="TB", help="Terabytes that the disk may be written."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """The ways to train a model on given machines: predicted memory and time, what fits, and which to take.
@@ -48,7 +52,7 @@ def plan(
     from shardlab.planner import handover, show
     from shardlab.planner.survey import parse_loop, survey_for
 
-    found = survey_for(recipe, overrides or (), model, seq, nproc, hardware, hardware_file, parse_loop(loop))
+    found = survey_for(recipe, overrides or (), model, seq, nproc, hardware, hardware_file, parse_loop(loop), disk_tbw)
     typer.echo(json.dumps(show.as_dict(found)) if as_json else show.text(found, every=every, explain=explain))
     if emit is not None:
         written = ", ".join(str(path) for path in handover.write_files(emit, found))

@@ -9,9 +9,13 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from shardlab.backends.stream.direct import DirectFile, aligned
 from shardlab.doctor.ranks import RankJob
 from shardlab.errors import UserError
 from shardlab.planner import calibration
@@ -20,6 +24,7 @@ from shardlab.topology import core_count
 SECONDS = 2.0  # of each trial
 TIMEOUT_SECONDS = 600.0
 _DISK_BYTES = 256 * 1024**2
+_PIECE = 4 * 1024**2
 _BUSY = 0.3  # of the cores
 
 
@@ -64,6 +69,7 @@ def _measure(ranks: int, seconds: float) -> dict[str, Any]:
 def disk_rates(directory: Path, size: int) -> dict[str, float]:
     """Bytes per second of one file there: written and synced, then read, not from the page cache where Linux lets go.
 
+    And `both`, as backend stream uses a disk: read and written at once.
     On a file system in memory they are memory's.
     """
     block = os.urandom(1024**2)  # what a file system would compress is no measure
@@ -81,7 +87,35 @@ def disk_rates(directory: Path, size: int) -> dict[str, float]:
         while file.read(len(block)):
             pass
         read = time.perf_counter() - started
-    return {"write": blocks * len(block) / wrote, "read": blocks * len(block) / read}
+    return {
+        "write": blocks * len(block) / wrote,
+        "read": blocks * len(block) / read,
+        "both": both_ways(directory, size),
+    }
+
+
+def both_ways(directory: Path, size: int) -> float:
+    """Bytes per second of one file read and another written at once, by three threads each past the page cache."""
+    size = max(1, size // _PIECE) * _PIECE
+    with tempfile.TemporaryDirectory(dir=directory, prefix="disk-") as made, ThreadPoolExecutor(6) as pool:
+        files = [DirectFile(Path(made) / name, size, create=True) for name in ("read", "written")]
+        buffers = [aligned(_PIECE, torch.uint8).random_() for _ in range(6)]
+
+        def move(number: int) -> None:
+            which, part = divmod(number, 3)
+            act = files[which].write if which else files[which].read
+            for offset in range(part * _PIECE, size, 3 * _PIECE):
+                act(buffers[number], offset)
+
+        for offset in range(0, size, _PIECE):  # what was never written is read from nowhere
+            files[0].write(buffers[0], offset)
+        started = time.perf_counter()
+        list(pool.map(move, range(6)))
+        files[1].sync()
+        took = time.perf_counter() - started
+        for file in files:
+            file.close()
+    return 2 * size / took
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
@@ -102,7 +136,10 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     if links:
         said.append(f"between 2 ranks: {links}; {pair['hop'] * 1e6:.3g} us a hop")
     disk = found["disk"]
-    said.append(f"disk of the cache directory: write {disk['write'] / 1e9:.2g} GB/s, read {disk['read'] / 1e9:.2g}")
+    rates = [
+        f"{name} {disk[key] / 1e9:.2g}" for name, key in (("write", "write"), ("read", "read"), ("at once", "both"))
+    ]
+    said.append(f"disk of the cache directory, GB/s: {', '.join(rates)}")
     if found["load"] > _BUSY:
         said.append(f"the machine was busy (load {found['load']:.1f} a core): run this again when it is quiet")
     said.append(f"kept in {calibration.file()}; shardlab plan and train now predict time by it")

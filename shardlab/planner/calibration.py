@@ -67,14 +67,17 @@ def measured(ranks: int, *, accelerator: bool) -> Rates | None:
     """Rates of each of `ranks` ranks on this machine; an accelerator's only where they were measured."""
     found = read()
     if found is not None and found.get("accelerator", False) == accelerator:
-        return rates(found["ranks"], ranks, None if accelerator else core_count(), MEASURED, MEASURED_ERROR)
+        cores = None if accelerator else core_count()
+        return rates(found["ranks"], ranks, cores, MEASURED, MEASURED_ERROR, found.get("disk", {}))
     if accelerator:
         return None
     others = json.loads(resources.files("shardlab.planner").joinpath("calibration.json").read_text(encoding="utf-8"))
-    return rates(others["ranks"], ranks, core_count(), OTHERS, OTHERS_ERROR)
+    return rates(others["ranks"], ranks, core_count(), OTHERS, OTHERS_ERROR, others["disk"])
 
 
-def rates(by_ranks: Mapping[str, Any], ranks: int, cores: int | None, source: str, error: float) -> Rates:
+def rates(
+    by_ranks: Mapping[str, Any], ranks: int, cores: int | None, source: str, error: float, disk: Mapping[str, float]
+) -> Rates:
     """Rates for each of `ranks` ranks, from figures of one process alone and of two at once.
 
     On a CPU (`cores`) a rank has its share of them as threads, and more ranks than two share what two had of memory and
@@ -100,4 +103,5 @@ def rates(by_ranks: Mapping[str, Any], ranks: int, cores: int | None, source: st
         network_hop=links["hop"] * slow,
         overlaps=cores is None,
         error=error,
+        disk=disk.get("both"),
     )

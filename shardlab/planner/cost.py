@@ -7,12 +7,14 @@ network.
 
 What may go on at once: on an accelerator a collective hides behind the pass that it belongs to, but for one of its
 calls, which nothing is left to hide behind; so does what offload sends over the host's link. On a CPU nothing hides:
-the threads that send are those that compute.
+the threads that send are those that compute. The disk of backend stream does go on by itself, everywhere.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from shardlab.backends.placement import Setting
+from shardlab.backends.stream.footprint import moved
 from shardlab.backends.traffic import Exchange, exchanges, moves
 from shardlab.plan import Work
 from shardlab.planner.machine import Machine
@@ -29,6 +31,7 @@ class Cost:
     tokens_per_second: float
     error: float
     parts: dict[str, float] = field(default_factory=dict)
+    unhindered: int | None = None  # of backend stream: sequences a step from which it need not wait for the disk
 
 
 def cost(setting: Setting, machine: Machine, tokens: int) -> Cost | None:
@@ -45,8 +48,14 @@ def cost(setting: Setting, machine: Machine, tokens: int) -> Cost | None:
     if sending is None or moving is None:
         return None
     parts = {phase: each * plan.accumulation for phase, each in seconds.items()} | sending | moving
+    unhindered = None
+    if plan.backend == "stream":
+        found = _waiting(setting, rates, parts)
+        if found is None:
+            return None
+        parts["disk"], unhindered = found
     total = sum(parts.values())
-    return Cost(total, tokens / total, rates.error, parts)
+    return Cost(total, tokens / total, rates.error, parts, unhindered)
 
 
 def compute_seconds(work: Work, setting: Setting, rates: Rates) -> float:
@@ -56,6 +65,25 @@ def compute_seconds(work: Work, setting: Setting, rates: Rates) -> float:
     busy += work.moved / rates.memory
     starting = work.operations * rates.operation
     return max(busy, starting) if rates.overlaps else busy + starting
+
+
+def _waiting(setting: Setting, rates: Rates, parts: dict[str, float]) -> tuple[float, int] | None:
+    """Seconds that the passes wait for the disk, and the sequences a step that would fill them.
+
+    While a segment computes the next is read, updated (in the forward pass) and the last one's gradient written: of
+    each pass shows what the disk takes longer than the computing. A longer step has more to compute and, but for
+    inputs of blocks that go to the disk, as much to move.
+    """
+    if rates.disk is None:
+        return None
+    found, batch = moved(setting), setting.plan.global_batch_size
+    shown, filled = 0.0, batch
+    for phase, both, busy in (("forward", found.forward, parts["update"]), ("backward", found.backward, 0.0)):
+        left = sum(both) / rates.disk - busy
+        shown += max(0.0, left - parts[phase])
+        if parts[phase]:
+            filled = max(filled, math.ceil(batch * left / parts[phase]))
+    return shown, filled
 
 
 def _sending(setting: Setting, machine: Machine, rates: Rates, seconds: dict[str, float]) -> dict[str, float] | None:

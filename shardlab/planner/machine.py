@@ -26,6 +26,7 @@ class Machine:
     host_bytes: int
     nodes: int = 1
     rates: Rates | None = None  # None: nothing is known of its speed
+    disk_tbw: float | None = None  # terabytes (10^12 bytes) that the disk is rated to take
 
     def with_ranks(self, ranks: int) -> "Machine":
         """The same with another number of ranks: more nodes of as many devices, where there are several."""
@@ -64,7 +65,16 @@ def parse_hardware(text: str, file: Path | None = None) -> Machine:
     device = preset.get("device_memory_gib")
     host = round(preset["host_memory_gib_per_device"] * GIB)
     rates = tabled(preset, accelerator=device is not None)
-    return Machine(text, ranks, device is not None, host if device is None else round(device * GIB), host, nodes, rates)
+    return Machine(
+        text,
+        ranks,
+        device is not None,
+        host if device is None else round(device * GIB),
+        host,
+        nodes,
+        rates,
+        preset.get("disk_tbw"),
+    )
 
 
 def _presets(file: Path | None) -> dict[str, dict[str, Any]]:
@@ -80,13 +90,13 @@ def _presets(file: Path | None) -> dict[str, dict[str, Any]]:
         raise UserError(
             f"--hardware-file {file}: {error}; expected "
             '{"NAME": {"device_memory_gib": 24, "host_memory_gib_per_device": 64}}, without the device for a CPU, '
-            f"and for predictions of time {', '.join(KEYS)}"
+            f"for predictions of time {', '.join(KEYS)}, and disk_tbw"
         ) from error
 
 
 def _checked(values: dict[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
-        if key not in ("device_memory_gib", "host_memory_gib_per_device", *KEYS):
+        if key not in ("device_memory_gib", "host_memory_gib_per_device", "disk_tbw", *KEYS):
             raise KeyError(f"unknown key {key}")
         if not isinstance(value, int | float) or value <= 0:
             raise ValueError(f"{key} is {value!r}")

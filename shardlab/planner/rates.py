@@ -24,6 +24,7 @@ class Rates:
 
     `products` and `attention` are by precision. `memory` is for activations, `stream` for whole models. `link` is
     between neighbours on a node, in one direction, by collective; `network` between nodes, a device's share.
+    `disk` is of reading and writing at once, several at a time, past the page cache.
     `operation` is seconds to start an operator: added on a CPU, hidden behind the device where `overlaps`; `hop` and
     `network_hop` those of a message. `error`: share of a prediction that it may be off by.
     """
@@ -42,6 +43,7 @@ class Rates:
     network_hop: float
     overlaps: bool
     error: float
+    disk: float | None = None
 
 
 KEYS = (
@@ -53,6 +55,7 @@ KEYS = (
     "host_link_gb_per_s",
     "host_memory_gb_per_s",
     "devices_per_node",
+    "disk_gb_per_s",
 )
 TABLED_ERROR = 0.3
 
@@ -87,4 +90,5 @@ def tabled(preset: Mapping[str, Any], *, accelerator: bool) -> Rates | None:
         network_hop=_NETWORK_HOP_SECONDS,
         overlaps=accelerator,
         error=TABLED_ERROR,
+        disk=bandwidth("disk_gb_per_s", "link"),
     )

@@ -3,9 +3,11 @@
 No `auto` goes further, so a backend never has a default of its own.
 """
 
+from typing import Any
+
 from shardlab.errors import UserError
 from shardlab.plan import BackendName, Offload, Plan, Stream
-from shardlab.recipe import Recipe, offload_complaint, size_bytes
+from shardlab.recipe import SGD, AdamW, Recipe, offload_complaint, size_bytes
 
 LARGEST_AUTOMATIC_MICRO_BATCH = 8
 
@@ -41,7 +43,7 @@ def resolve(recipe: Recipe, *, world_size: int) -> Plan:
         reshard_after_forward=shard.reshard_after_forward,
         replicas=shard.replicas,
         offload=Offload(parameters=shard.offload.parameters, optimizer=shard.offload.optimizer),
-        stream=Stream(_limit(recipe), directory=shard.stream_directory) if streamed else Stream(),
+        stream=_stream(recipe, backend),
         clip_grad_norm=train.clip_grad_norm,
         seed=train.seed,
         timeout_seconds=shard.timeout_seconds,
@@ -49,9 +51,24 @@ def resolve(recipe: Recipe, *, world_size: int) -> Plan:
     )
 
 
-def _limit(recipe: Recipe) -> int | None:
-    limit = recipe.shard.memory_limit
-    return None if limit is None else size_bytes(limit)
+def _stream(recipe: Recipe, backend: BackendName) -> Stream:
+    """Raises UserError where another backend is to keep its state as only stream can."""
+    shard, kept = recipe.shard, kept_as(recipe.train.optimizer)
+    if backend != "stream":
+        for key, value in kept.items():
+            if value != "fp32":
+                raise UserError(
+                    f"train.optimizer.{key} {value} is for backend stream, not {backend}: set it to fp32, or "
+                    "shard.backend=stream"
+                )
+        return Stream()
+    limit = None if shard.memory_limit is None else size_bytes(shard.memory_limit)
+    return Stream(limit, directory=shard.stream_directory, **kept)
+
+
+def kept_as(optimizer: AdamW | SGD) -> dict[str, Any]:
+    """How backend stream's files hold masters, moments and gradients."""
+    return {key: getattr(optimizer, key, "fp32") for key in ("masters", "moments", "gradients")}
 
 
 def describe(plan: Plan) -> str:

@@ -65,7 +65,7 @@ class Survey:
     own: Candidate | None
     candidates: tuple[Candidate, ...]
     loop: Loop = "shardlab"
-    stream: Candidate | None = None  # of one rank without an accelerator: state in files, at the disk's unknown rate
+    stream: Candidate | None = None  # of one rank without an accelerator: state in files
 
     @property
     def parameters(self) -> int:
@@ -155,8 +155,7 @@ def assess(plan: Plan, predictor: Predictor, machine: Machine) -> Candidate:
     left = machine.memory_bytes - footprint.high - footprint.libraries
     if machine.accelerator:
         left = min(left, machine.host_bytes - sum(footprint.host.values()) - footprint.host_libraries)
-    cost = predictor.cost(plan, machine) if plan.backend != "stream" else None  # the disk's rate is not known
-    return Candidate(plan, footprint, left, cost)
+    return Candidate(plan, footprint, left, predictor.cost(plan, machine))
 
 
 def survey(

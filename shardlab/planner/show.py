@@ -36,7 +36,7 @@ def text(found: Survey, *, every: bool = False, explain: bool = False) -> str:
         "",
         *_table([*(found.candidates if every else _shortest(found.candidates)), *_streamed(found)], found),
         "",
-        *(f"stream: {_disk(one)}" for one in _streamed(found)),
+        *(f"stream: {line}" for one in _streamed(found) for line in _disk(one, found)),
     ]
     if found.own is not None:
         lines.append(f"the recipe's own plan, {name(found.own.plan)}: {_verdict(found.own)}")
@@ -60,16 +60,45 @@ def _streamed(found: Survey) -> list[Candidate]:
     return [found.stream] if found.stream is not None else []
 
 
-def _disk(candidate: Candidate) -> str:
-    """What a plan that keeps its state in files has there, and moves."""
-    disk, plan = candidate.footprint.disk, candidate.plan
+def _disk(candidate: Candidate, found: Survey) -> list[str]:
+    """What a plan that keeps its state in files has there, and moves, and how long a disk bears it."""
+    disk, plan, cost = candidate.footprint.disk, candidate.plan, candidate.cost
     assert disk is not None
     sequences = plan.global_batch_size
     kept = "all of" if plan.stream.activation_bytes is None else f"{gib(plan.stream.activation_bytes)} GiB of"
-    return (
+    lines = [
         f"{gib(disk.bytes)} GiB on the disk; a step of {sequences} sequences reads {gib(disk.read)} GiB and writes "
-        f"{gib(disk.written)}, so larger steps move less for each token; {kept} the blocks' inputs in memory"
-    )
+        f"{gib(disk.written)}, so larger steps move less for each token; {kept} the blocks' inputs in memory",
+        f"{_written_per_token(candidate, found) / 1e6:,.3g} MB written for each token",
+    ]
+    if cost is not None and cost.unhindered is not None and cost.unhindered > sequences:
+        lines[-1] += (
+            f"; the disk holds up {cost.parts['disk'] / cost.seconds:.0%} of a step: from "
+            f"train.global_batch_size={cost.unhindered} on it would not"
+        )
+    days = _days(candidate, found)
+    if days is not None:
+        lines.append(f"a disk rated for {found.machine.disk_tbw:,g} TB written bears {days:,.3g} days of training")
+    return lines
+
+
+def _wear(candidate: Candidate, found: Survey) -> dict[str, Any]:
+    return {"written_bytes_per_token": _written_per_token(candidate, found), "disk_days": _days(candidate, found)}
+
+
+def _written_per_token(candidate: Candidate, found: Survey) -> float:
+    """Bytes."""
+    assert candidate.footprint.disk is not None
+    tokens = candidate.plan.global_batch_size * found.recipe.data.sequence_length
+    return candidate.footprint.disk.written / tokens
+
+
+def _days(candidate: Candidate, found: Survey) -> float | None:
+    """Until the disk has taken what it is rated for; None where the rating or the time of a step is not known."""
+    disk, cost, rating = candidate.footprint.disk, candidate.cost, found.machine.disk_tbw
+    if disk is None or cost is None or rating is None:
+        return None
+    return rating * 1e12 / disk.written * cost.seconds / 86400
 
 
 def _speed(found: Survey) -> list[str]:
@@ -94,7 +123,7 @@ def as_dict(found: Survey) -> dict[str, Any]:
         "candidates": [
             candidate_dict(c) | {"on_front": c in front, "why_not": why.get(id(c))} for c in found.candidates
         ],
-        "stream": candidate_dict(found.stream) if found.stream is not None else None,
+        "stream": candidate_dict(found.stream) | _wear(found.stream, found) if found.stream is not None else None,
         "best": candidate_dict(found.best) if found.best is not None else None,
         "rule": found.rule,
     }

@@ -1,6 +1,7 @@
 """`shardlab plan`: its arguments -> a survey."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -23,12 +24,18 @@ def survey_for(
     hardware: str | None,
     hardware_file: Path | None,
     loop: Loop = "shardlab",
+    disk_tbw: float | None = None,
 ) -> Survey:
-    """Raises UserError where neither a recipe nor a model is given, and for what the recipe or the hardware lacks."""
+    """`disk_tbw`: terabytes that the disk is rated to take, instead of the hardware's figure.
+
+    Raises UserError where neither a recipe nor a model is given, and for what the recipe or the hardware lacks.
+    """
     if recipe_file is None and model is None:
         raise UserError("give a recipe, or --model with a model directory or a config.json")
     recipe = load_recipe(recipe_file, overrides) if recipe_file is not None else None
     machine = _machine(recipe, ranks, hardware, hardware_file)
+    if disk_tbw is not None:
+        machine = replace(machine, disk_tbw=disk_tbw)
     if recipe is not None and model is None and sequence_length is None:
         return survey(recipe, machine, resolve(recipe, world_size=machine.ranks), loop=loop)
     return survey(_adapted(recipe, model, sequence_length, machine), machine, loop=loop)

@@ -127,7 +127,7 @@ class Foresight:
         None where nothing is known of the machine's speed, or nothing was predicted.
         """
         try:
-            known = self._unknown() is None and self._plan.backend != "stream"  # the disk's rate is not known
+            known = self._unknown() is None
             cost = self._predict().cost(self._plan, self._machine) if known else None
         except UserError:  # a model that has no trace: `compare` says so
             cost = None

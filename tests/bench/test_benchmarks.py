@@ -66,6 +66,18 @@ def test_overhead() -> None:
 
 
 @pytest.mark.slow
+def test_stream() -> None:
+    parts = ("--only", "memory", "--only", "deepspeed", "--tokens", "512")
+    result = report("stream.py", "--size", "tiny", "--steps", "1", "--threads", "1", *parts)
+    memory, recompute, stream = result["rows"][:3]
+    assert stream["loss"] == pytest.approx(memory["loss"], abs=1e-3)
+    assert recompute["loss"] == pytest.approx(memory["loss"], abs=1e-3)
+    assert stream["GB read"] > stream["GB written"] > 0
+    assert stream["floor s"] > memory["floor s"] > 0
+    assert len(result["rows"]) == 7 or any("libaio" in note for note in result["notes"])
+
+
+@pytest.mark.slow
 def test_shakespeare(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"Line {number}: to be, or not to be.\n" for number in range(400)))

@@ -41,6 +41,7 @@ def test_a_calibration_is_what_plans_go_by(cache: Path) -> None:
         assert rates is not None
         assert rates.source == calibration.MEASURED
         assert rates.error < before.error
+        assert rates.disk == found["disk"]["both"]
         positive = [*rates.products.values(), *rates.attention.values(), *rates.link.values()]
         positive += [rates.memory, rates.stream, rates.operation, rates.hop]
         assert all(figure > 0 for figure in positive)
@@ -64,7 +65,7 @@ def test_the_shipped_figures_have_the_form_of_a_calibration(cache: Path) -> None
         resources.files("shardlab.planner").joinpath("calibration.json").read_text(encoding="utf-8")
     )
     for ranks, figures in shipped["ranks"].items():
-        made = calibration.rates(shipped["ranks"], int(ranks), 2, "", 0.5)
+        made = calibration.rates(shipped["ranks"], int(ranks), 2, "", 0.5, shipped["disk"])
         assert set(made.products) == {"fp32", "bf16"}
         assert figures["threads"] >= 1
     assert set(shipped["ranks"]["2"]["link"]) == {"all-reduce", "all-gather", "reduce-scatter"}
@@ -72,6 +73,6 @@ def test_the_shipped_figures_have_the_form_of_a_calibration(cache: Path) -> None
 
 def test_a_disk_is_measured_and_nothing_is_left_there(tmp_path: Path) -> None:
     rates = calibrating.disk_rates(tmp_path, 2 * 1024**2)
-    assert set(rates) == {"write", "read"}
+    assert set(rates) == {"write", "read", "both"}
     assert min(rates.values()) > 0
     assert list(tmp_path.iterdir()) == []

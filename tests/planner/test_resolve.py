@@ -96,6 +96,14 @@ def test_offload_that_auto_cannot_carry_out_is_refused_at_one_rank_only():
     assert "which auto is at 1 rank; set shard.backend=fsdp" in refusal(recipe, 1)
 
 
+def test_small_state_is_for_backend_stream_only():
+    small = {"train": {"optimizer": {"moments": "8bit"}}}
+    found = resolve(Recipe.from_dict({**small, "shard": {"backend": "stream"}}), world_size=1)
+    assert (found.stream.masters, found.stream.moments, found.stream.gradients) == ("fp32", "8bit", "fp32")
+    with pytest.raises(UserError, match=r"train.optimizer.moments 8bit is for backend stream, not ddp"):
+        resolve(Recipe.from_dict(small), world_size=1)
+
+
 def test_a_step_is_the_same_global_batch_at_every_world_size():
     """https://github.com/huggingface/accelerate/issues/2142: a schedule ran once per process. Steps count global
     batches, so what a step is may not depend on the ranks."""

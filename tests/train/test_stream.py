@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from shardlab.backends.stream import store
+from shardlab.errors import ExitCode
 from tests.train.support import JOB_VARIABLE, LIMIT_SECONDS, REPOSITORY, losses, metrics, shardlab, write_recipe
 
 LIMIT = "1GiB"
+SMALL = {"masters": "bf16", "moments": "8bit", "gradients": "bf16"}
 STREAM = ("--set=shard.backend=stream", f"--set=shard.memory_limit={LIMIT}")
 
 
@@ -80,6 +82,18 @@ def test_a_run_that_stops_goes_on_from_its_checkpoint(in_memory: tuple[Path, Pat
     same_model(tmp_path / "run", reference)
 
 
+def test_a_run_with_small_state_goes_on_from_its_checkpoint_and_in_memory(tmp_path: Path) -> None:
+    """Its checkpoints are fp32, so `ddp` takes them up."""
+    recipe = write(tmp_path, optimizer={"lr": 1e-3})
+    small = [f"--set=train.optimizer.{key}={value}" for key, value in SMALL.items()]
+    go(recipe, tmp_path / "straight", *STREAM, *small)
+    go(recipe, tmp_path / "run", *STREAM, *small, "--set=train.stop_after=4")
+    go(recipe, tmp_path / "run", "--set=shard.backend=ddp", "--resume=auto")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "straight"), rel=5e-3)
+    ended = shardlab("train", recipe, "--output", tmp_path / "no", "--set=shard.backend=ddp", *small)
+    assert "train.optimizer.masters bf16 is for backend stream, not ddp" in ended.error
+
+
 @pytest.mark.parametrize(("first", "second"), [("ddp", "stream"), ("stream", "ddp")])
 def test_a_run_may_change_between_memory_and_disk(
     in_memory: tuple[Path, Path], tmp_path: Path, first: str, second: str
@@ -90,19 +104,13 @@ def test_a_run_may_change_between_memory_and_disk(
     same_model(tmp_path / "run", reference)
 
 
-def test_a_run_that_was_killed_goes_on_and_removes_what_is_left(in_memory: tuple[Path, Path], tmp_path: Path) -> None:
-    """The state's files lie where the recipe says, in a directory of the run's own."""
-    recipe, reference = in_memory
-    disk = tmp_path / "disk"
-    where = f"--set=shard.stream_directory={disk}"
-    run = tmp_path / "run"
-    arguments = ["train", str(recipe), "--output", str(run), *STREAM, where, "--set=train.steps=6"]
-    # Its fifth window is held, so that it is killed after two checkpoints whatever the machine is at.
+def signalled(arguments: list[str], number: int, seconds: float) -> int:
+    """The code of a run that got a signal while its fifth window was held for `seconds`: after two checkpoints."""
     held = (
         "import sys, time; from shardlab.backends.stream import engine; from shardlab.cli import main\n"
         "run = engine.StreamBackend.run_window\n"
         "def window(self, w, lr):\n"
-        "    if w.step == 4: print('held', flush=True); time.sleep(1000)\n"
+        f"    if w.step == 4: print('held', flush=True); time.sleep({seconds})\n"
         "    return run(self, w, lr)\n"
         "engine.StreamBackend.run_window = window\n"
         "main()"
@@ -112,7 +120,7 @@ def test_a_run_that_was_killed_goes_on_and_removes_what_is_left(in_memory: tuple
         stdout=subprocess.PIPE,
         text=True,
         cwd=REPOSITORY,
-        env={**os.environ, JOB_VARIABLE: "killed"},
+        env={**os.environ, JOB_VARIABLE: "signalled"},
     )
     assert process.stdout is not None
     try:
@@ -120,10 +128,34 @@ def test_a_run_that_was_killed_goes_on_and_removes_what_is_left(in_memory: tuple
         while process.stdout.readline().strip() != "held":
             assert process.poll() is None
             assert time.monotonic() < deadline
+        process.send_signal(number)
+        process.stdout.read()
+        return process.wait(LIMIT_SECONDS)
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
         process.stdout.close()
+
+
+def test_sigterm_leaves_a_checkpoint_and_no_state(in_memory: tuple[Path, Path], tmp_path: Path) -> None:
+    recipe, reference = in_memory
+    run = tmp_path / "run"
+    arguments = ["train", str(recipe), "--output", str(run), *STREAM]
+    assert signalled(arguments, signal.SIGTERM, seconds=2) == ExitCode.STOPPED
+    assert not (run / "stream").exists()
+    assert (run / "checkpoints" / "step-00000005").exists()
+    go(recipe, run, *STREAM, "--resume=auto")
+    assert losses(run) == pytest.approx(losses(reference), rel=1e-5)
+
+
+def test_a_run_that_was_killed_goes_on_and_removes_what_is_left(in_memory: tuple[Path, Path], tmp_path: Path) -> None:
+    """The state's files lie where the recipe says, in a directory of the run's own."""
+    recipe, reference = in_memory
+    disk = tmp_path / "disk"
+    where = f"--set=shard.stream_directory={disk}"
+    run = tmp_path / "run"
+    arguments = ["train", str(recipe), "--output", str(run), *STREAM, where, "--set=train.steps=6"]
+    assert signalled(arguments, signal.SIGKILL, seconds=1000) == -signal.SIGKILL
     (left,) = disk.iterdir()
     assert left.name.startswith("run-")
     assert (left / store.RECORD).exists()

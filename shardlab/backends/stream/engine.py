@@ -19,12 +19,13 @@ from shardlab.backends.materialize import move_buffers
 from shardlab.backends.optimizer import build_optimizer, set_learning_rate
 from shardlab.backends.stream.binding import Binding
 from shardlab.backends.stream.boundaries import Boundaries
+from shardlab.backends.stream.encoding import Format
 from shardlab.backends.stream.layout import lay_out
 from shardlab.backends.stream.passes import Machinery, Pass
-from shardlab.backends.stream.pipeline import Pipeline
+from shardlab.backends.stream.pipeline import Pipeline, Traffic
 from shardlab.backends.stream.record import Pending
 from shardlab.backends.stream.state import StoredState
-from shardlab.backends.stream.store import Format, Store
+from shardlab.backends.stream.store import Store
 from shardlab.backends.stream.update import Update
 from shardlab.data.window import MicroBatch, Window
 from shardlab.errors import UserError
@@ -53,8 +54,9 @@ class StreamBackend:
         self.optimizer: Optimizer = build_optimizer(job.optimizer, module.named_trainables())
         self._update = update = Update(self.optimizer, layout)
         directory = job.directory or Path(tempfile.mkdtemp(prefix="shardlab-stream-"))
-        form = Format(len(update.kinds), dtype)
-        self._store = Store(directory, layout, form, _identity(shape, update, dtype), resume=job.resume)
+        kept = job.plan.stream
+        form = Format(len(update.kinds), dtype, kept.masters, kept.moments, kept.gradients)
+        self._store = Store(directory, layout, form, _identity(shape, update, dtype, form), resume=job.resume)
         self._pipeline = Pipeline(self._store, update, self._device, dtype)
         self._state = StoredState(self._store, self._pipeline, module, update, self.optimizer)
         if job.resume:
@@ -85,6 +87,11 @@ class StreamBackend:
                 self._moved = {name for name, value in norms.items() if value > 0}
         self._store.commit_window(pending, {**self._store.record.note, "step": window.step + 1})
         return Applied(loss_sum, window.tokens, norm, skipped)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes moved so far, and seconds that computing waited for them."""
+        return self._pipeline.traffic
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """See `Backend.evaluate`."""
@@ -190,11 +197,12 @@ def _refuse_shared(module: Trainable, shape: ModelShape) -> None:
                 )
 
 
-def _identity(shape: ModelShape, update: Update, dtype: torch.dtype) -> dict[str, str]:
+def _identity(shape: ModelShape, update: Update, dtype: torch.dtype, form: Format) -> dict[str, str]:
     """What a store of this run can be told by."""
     tensors = ";".join(f"{p.name}{list(p.shape)}{p.trainable}" for p in shape.parameters)
     return {
         "tensors": hashlib.blake2b(tensors.encode(), digest_size=16).hexdigest(),
         "optimizer": ",".join(update.kinds),
         "precision": str(dtype).removeprefix("torch."),
+        "form": f"{form.masters} masters, {form.moments} moments, {form.gradients} gradients",
     }

@@ -6,15 +6,17 @@ rows of the embedding that it uses), and the blocks' inputs, which go to the dis
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from shardlab.backends.placement import BF16, FP32, INT64, Setting, moment, span_name
 from shardlab.backends.stream.boundaries import STAGED, spilled
 from shardlab.backends.stream.direct import SECTOR
+from shardlab.backends.stream.encoding import CHUNK, Format
 from shardlab.backends.stream.layout import Layout, Segment, lay_out
 from shardlab.backends.stream.pipeline import GRADIENTS, PIECE, SLOTS, WORKERS
-from shardlab.backends.stream.store import Format
+from shardlab.backends.stream.store import disk_bytes
 from shardlab.errors import UserError
 from shardlab.model.head import CHUNK_TOKENS
 from shardlab.plan import Bytes, Disk, Kind, ModelShape, Moment, Span
@@ -34,32 +36,52 @@ def footprint(setting: Setting) -> Iterator[Moment]:
                 yield moment(name, resident, *_head(setting, layout, window, span))
         elif span.phase == "forward":
             # Beside it runs the update; the first one is checked against a copy of each piece.
-            copies = WORKERS * _piece(layout) * FP32
+            copies = WORKERS * CHUNK * FP32
             yield moment(name, resident, {"activations": window.hidden}, _passing(span), {"temporaries": copies})
         else:
             gradients = 2 * window.used // size * FP32 if span.segment == 0 else 0
             yield moment(name, resident, {"activations": window.hidden, "gradients": gradients}, _passing(span))
 
 
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that a window reads and writes in its forward and in its backward pass, once an update is to be applied."""
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
 def disk(setting: Setting) -> Disk:
-    """Bytes that the files take, and those that a window reads and writes once its first update is to be applied."""
-    layout, window = lay_out(_streamed(setting.model)), Window(setting)
-    form = Format(setting.states, torch.bfloat16 if setting.compute_size == BF16 else torch.float32)
+    """Bytes that the files take, and those that a window moves."""
+    layout, window, found = lay_out(_streamed(setting.model)), Window(setting), moved(setting)
     blocks = setting.model.blocks
     away = spilled(blocks, window.hidden, setting.plan.stream.activation_bytes)
-    stored = -(-window.hidden // SECTOR) * SECTOR
-    read = written = away * stored
-    visits = Counter([*layout.table, layout.root, *layout.blocks, layout.tail, *layout.head, *layout.blocks])
-    visits.update([layout.root, *(layout.head if len(layout.head) > 1 else ())])
+    inputs = blocks * -(-window.hidden // SECTOR) * SECTOR if away else 0
+    read, written = (a + b for a, b in zip(found.forward, found.backward, strict=True))
+    return Disk(disk_bytes(_format(setting), layout) + inputs, read, written)
+
+
+def moved(setting: Setting) -> Moved:
+    """What goes to and from the disk, by pass. The update is in the forward pass."""
+    layout, window = lay_out(_streamed(setting.model)), Window(setting)
+    form, size = _format(setting), window.hidden
+    away = spilled(setting.model.blocks, size, setting.plan.stream.activation_bytes) * -(-size // SECTOR) * SECTOR
+    first = Counter([*layout.table, layout.root, *layout.blocks, layout.tail, *layout.head])
+    again = Counter([*(layout.head if len(layout.head) > 1 else ()), *layout.blocks, layout.root])
+    reads, writes = [0, away], [away, 0]
     for segment in layout.segments:
-        read += visits[segment.index] * (segment.trained * FP32 + segment.frozen * form.frozen.itemsize)
-        gradient = segment.trained * FP32
+        masters = segment.trained * form.master.itemsize
+        weights = masters + segment.frozen * form.frozen.itemsize
+        gradient, state = form.gradient.size(segment.trained), form.state_bytes(segment.trained)
         # The update reads the moments and the gradient beside the masters.
-        read += gradient * (form.states + 1)
-        written += form.state_bytes(segment) + gradient
+        reads[0] += first[segment.index] * weights + state - masters + gradient
+        writes[0] += state
+        reads[1] += again[segment.index] * weights
+        writes[1] += gradient
         if layout.tied and segment.role == "table":  # the head's gradient comes back, and the embedding's is added
-            read, written = read + gradient, written + gradient
-    return Disk(form.disk_bytes(layout) + (blocks * stored if away else 0), read, written)
+            reads[1] += gradient
+            writes[1] += gradient
+    return Moved((reads[0], writes[0]), (reads[1], writes[1]))
 
 
 class Window:
@@ -78,6 +100,7 @@ class Window:
 
 
 def _resident(setting: Setting, layout: Layout, window: Window) -> dict[Kind, int]:
+    form = _format(setting)
     small = [layout.segments[layout.root], layout.segments[layout.tail]]  # held beside the slots at times
     budget = setting.plan.stream.activation_bytes
     away = spilled(setting.model.blocks, window.hidden, budget)
@@ -87,7 +110,7 @@ def _resident(setting: Setting, layout: Layout, window: Window) -> dict[Kind, in
     return {
         "parameters": (SLOTS * layout.largest + sum(s.elements for s in small)) * setting.compute_size + window.used,
         "gradients": (GRADIENTS * layout.largest_trained + sum(s.trained for s in small)) * FP32,
-        "communication": WORKERS * (setting.states + 2) * _piece(layout) * FP32,
+        "communication": WORKERS * (form.buffer_bytes(_piece(layout)) + form.scratch_bytes(_piece(layout))),
         # An allowance for what malloc keeps for each thread: without it 62M parameters took 241 MiB, of 242 predicted.
         "temporaries": WORKERS * _piece(layout) * FP32,
         "activations": kept + staged + window.captured + batches,
@@ -109,6 +132,11 @@ def _head(setting: Setting, layout: Layout, window: Window, span: Span) -> list[
 def _passing(span: Span) -> Bytes:
     """What a segment takes beyond what was there when it began."""
     return {kind: max(0, size - span.entry.get(kind, 0)) for kind, size in span.peak.items()}
+
+
+def _format(setting: Setting) -> Format:
+    kept, frozen = setting.plan.stream, torch.bfloat16 if setting.compute_size == BF16 else torch.float32
+    return Format(setting.states, frozen, kept.masters, kept.moments, kept.gradients)
 
 
 def _streamed(model: ModelShape) -> ModelShape:

@@ -16,7 +16,7 @@ from typing import Literal
 from shardlab.plan import ModelShape, ParameterShape
 
 PAD = 2048  # elements that planes and pieces are multiples of: whole sectors, in two bytes an element too
-ALIGN = 16  # elements that a tensor's place in its plane is a multiple of: a cache line
+ALIGN = 256  # elements that a tensor's place in its plane is a multiple of: a block of 8-bit moments
 LEAST_ROWS_ELEMENTS = 4 * 1024**2  # smaller cuts of a vocabulary cost more visits than they save
 
 Role = Literal["table", "root", "block", "tail", "head"]

@@ -21,9 +21,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardlab.backends.stream.direct import DirectFile, aligned
-from shardlab.backends.stream.layout import PAD, Part, Segment, overlaps, pieces
-from shardlab.backends.stream.store import FP32, Store
+from shardlab.backends.stream.buffers import Buffer
+from shardlab.backends.stream.direct import DirectFile
+from shardlab.backends.stream.encoding import LEAST_PIECE
+from shardlab.backends.stream.layout import Part, Segment, overlaps, pieces
+from shardlab.backends.stream.store import Store
 from shardlab.backends.stream.update import Update
 
 WORKERS = 3  # reads in flight: one alone does not fill a disk's queue
@@ -48,8 +50,9 @@ class Pipeline:
         self._store = store
         self._layout = store.layout
         self._update = update
+        if piece % LEAST_PIECE:
+            raise ValueError(f"pieces are multiples of {LEAST_PIECE} elements, not {piece}")
         self._piece = min(piece, max(self._layout.largest, 1))
-        self._planes = 1 + store.form.states
         self.traffic = Traffic()
         self.changed: dict[str, bool] | None = None  # where it is a dict: whether an update changed each tensor
         self._slots = [torch.empty(self._layout.largest, dtype=dtype, device=device) for _ in range(SLOTS)]
@@ -58,9 +61,9 @@ class Pipeline:
         self._free_gradients: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for flat in flats:
             self._free_gradients.put(flat)
-        self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._buffers: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(WORKERS):
-            self._buffers.put(aligned((self._planes + 1) * self._piece))
+            self._buffers.put(Buffer(store.form, self._piece))
         self._counting = threading.Lock()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="stream-load")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="stream-write")
@@ -131,35 +134,46 @@ class Pipeline:
         elements = segment.trained if trained else segment.frozen
         if not elements:
             return
-        file = self._store.state(segment.index) if trained else self._store.frozen(segment.index)
-        form = torch.float32 if trained else self._store.form.frozen
-        buffer = self._buffers.get()
-        try:
-            for start, stop in pieces(elements, self._piece):
-                planes = self._views(buffer, stop - start, form)[: self._planes if trained else 1]
-                for plane in planes:
-                    plane.zero_()
-                give(start, stop, planes)
-                for number, plane in enumerate(planes):
-                    self._write(file, plane, (number * elements + start) * form.itemsize)
+        with self._buffer() as buffer:
+            if not trained:
+                file, form = self._store.frozen(segment.index), self._store.form.frozen
+                for start, stop in pieces(elements, self._piece):
+                    plane = buffer.numbers(stop - start, form).zero_()
+                    give(start, stop, [plane])
+                    self._write(file, plane, start * form.itemsize)
+            else:
+                file = self._store.state(segment.index)
+                for start, stop in pieces(elements, self._piece):
+                    planes = [torch.zeros(stop - start) for _ in self._store.form.planes]
+                    give(start, stop, planes)
+                    piece = buffer.state(stop - start)
+                    for chunk in piece.chunks():
+                        piece.encode(chunk, [plane[chunk] for plane in planes], nearest=True)
+                    self._write_state(file, segment, start, piece.fields)
             file.sync()
-        finally:
-            self._buffers.put(buffer)
 
-    def copy_out(self, segment: Segment, part: Part, into: Tensor) -> None:
-        """Read the values of `part`, (its elements,), into `into`, of any type."""
-        file = self._store.state(segment.index) if part.trained else self._store.frozen(segment.index)
-        form = torch.float32 if part.trained else self._store.form.frozen
-        first, last = part.offset // PAD * PAD, -(-(part.offset + part.numel) // PAD) * PAD
-        buffer = self._buffers.get()
-        try:
-            for start, stop in pieces(last - first, self._piece):
-                plane = self._views(buffer, stop - start, form)[0]
-                self._read(file, plane, (first + start) * form.itemsize)
-                begin, end = max(first + start, part.offset), min(first + stop, part.offset + part.numel)
-                into[begin - part.offset : end - part.offset] = plane[begin - first - start : end - first - start]
-        finally:
-            self._buffers.put(buffer)
+    def copy_out(self, segment: Segment, part: Part, into: Tensor, plane: int = 0) -> None:
+        """Read the values of `part`, (its elements,), or of another of its planes, into `into`, of any type."""
+        elements = segment.trained if part.trained else segment.frozen
+        end = part.offset + part.numel
+        with self._buffer() as buffer:
+            for start, stop in pieces(elements, self._piece):
+                first, last = max(start, part.offset), min(stop, end)
+                if first >= last:
+                    continue
+                target = into[first - part.offset : last - part.offset]
+                if not part.trained:
+                    values = buffer.numbers(stop - start, self._store.form.frozen)
+                    self._read(self._store.frozen(segment.index), values, start * values.itemsize)
+                    target.copy_(values[first - start : last - start])
+                    continue
+                piece = buffer.state(stop - start)
+                self._read_state(self._store.state(segment.index), segment, start, piece.fields, only=plane)
+                for chunk in piece.chunks():
+                    low, high = max(first - start, chunk.start), min(last - start, chunk.stop)
+                    if low < high:
+                        values = piece.decode_plane(plane, chunk)[low - chunk.start : high - chunk.start]
+                        target[low + start - first : high + start - first].copy_(values)
 
     def close(self) -> None:
         """End the threads; what they were asked for is done before."""
@@ -177,7 +191,8 @@ class Pipeline:
             if updating:
                 tasks.append(self._workers.submit(self._update_piece, segment, start, stop, target))
             elif target is not None:
-                tasks.append(self._workers.submit(self._read_piece, store.state(segment.index), start, target))
+                form = store.form.master
+                tasks.append(self._workers.submit(self._read_piece, store.state(segment.index), start, target, form))
         if slot is not None and segment.frozen:
             for start, stop in pieces(segment.frozen, self._piece):
                 target = slot[segment.trained + start : segment.trained + stop]
@@ -189,20 +204,20 @@ class Pipeline:
             store.commit_update(segment.index)
 
     def _read_gradient(self, segment: Segment, flat: Tensor) -> None:
-        file = self._store.gradient(segment.index)
+        file, form = self._store.gradient(segment.index), self._store.form.gradient.dtype
         _results(
             [
-                self._workers.submit(self._read_piece, file, start, flat[start:stop])
+                self._workers.submit(self._read_piece, file, start, flat[start:stop], form)
                 for start, stop in pieces(segment.trained, self._piece)
             ]
         )
 
     def _write_gradient(self, segment: Segment, flat: Tensor) -> None:
-        file = self._store.gradient(segment.index)
+        file, form = self._store.gradient(segment.index), self._store.form.gradient.dtype
         try:
             _results(
                 [
-                    self._workers.submit(self._write_piece, file, start, flat[start:stop])
+                    self._workers.submit(self._write_piece, file, start, flat[start:stop], form)
                     for start, stop in pieces(segment.trained, self._piece)
                 ]
             )
@@ -213,26 +228,27 @@ class Pipeline:
     # --- in the workers
 
     def _update_piece(self, segment: Segment, start: int, stop: int, target: Tensor | None) -> None:
-        store, buffer = self._store, self._buffers.get()
-        try:
-            *planes, gradient = self._views(buffer, stop - start, torch.float32)
-            source, spare = store.state(segment.index), store.spare(segment.index)
-            for number, plane in enumerate(planes):
-                self._read(source, plane, (number * segment.trained + start) * FP32)
-            self._read(store.gradient(segment.index), gradient, start * FP32)
-            record = store.record
-            if record.pending is None:
-                raise RuntimeError("an update waits that the record does not know")
-            before = planes[0].clone() if self.changed is not None else None
-            self._update.apply(segment, start, planes, gradient, record.pending, record.updates)
-            if before is not None:
-                self._note_changes(segment, start, stop, before, planes[0])
-            for number, plane in enumerate(planes):
-                self._write(spare, plane, (number * segment.trained + start) * FP32)
-            if target is not None:
-                target.copy_(planes[0])
-        finally:
-            self._buffers.put(buffer)
+        store = self._store
+        record = store.record
+        if record.pending is None:
+            raise RuntimeError("an update waits that the record does not know")
+        with self._buffer() as buffer:
+            piece = buffer.state(stop - start)
+            self._read_state(store.state(segment.index), segment, start, piece.fields)
+            self._read(store.gradient(segment.index), piece.gradient, start * store.form.gradient.dtype.itemsize)
+            # Chance is a function of what is updated, so that a run that goes on rounds as it would have.
+            buffer.scratch.generator.manual_seed((record.updates << 40) + (segment.index << 20) + start // self._piece)
+            for chunk in piece.chunks():
+                planes = piece.decode(chunk)
+                begin = start + chunk.start
+                before = planes[0].clone() if self.changed is not None else None
+                self._update.apply(segment, begin, planes, piece.gradients(chunk), record.pending, record.updates)
+                if before is not None:
+                    self._note_changes(segment, begin, start + chunk.stop, before, planes[0])
+                piece.encode(chunk, planes)
+                if target is not None:
+                    target[chunk].copy_(piece.masters(chunk))
+            self._write_state(store.spare(segment.index), segment, start, piece.fields)
 
     def _note_changes(self, segment: Segment, start: int, stop: int, before: Tensor, after: Tensor) -> None:
         for part, where, _ in overlaps(segment, start, stop, trained=True):
@@ -241,27 +257,37 @@ class Pipeline:
                 if self.changed is not None:
                     self.changed[part.name] = self.changed.get(part.name, False) or moved
 
-    def _read_piece(self, file: DirectFile, start: int, target: Tensor, form: torch.dtype = torch.float32) -> None:
-        buffer = self._buffers.get()
-        try:
-            piece = self._views(buffer, target.numel(), form)[0]
+    def _read_piece(self, file: DirectFile, start: int, target: Tensor, form: torch.dtype) -> None:
+        with self._buffer() as buffer:
+            piece = buffer.numbers(target.numel(), form)
             self._read(file, piece, start * form.itemsize)
             target.copy_(piece)
-        finally:
-            self._buffers.put(buffer)
 
-    def _write_piece(self, file: DirectFile, start: int, source: Tensor) -> None:
+    def _write_piece(self, file: DirectFile, start: int, source: Tensor, form: torch.dtype) -> None:
+        with self._buffer() as buffer:
+            piece = buffer.numbers(source.numel(), form)
+            piece.copy_(source)
+            self._write(file, piece, start * form.itemsize)
+
+    @contextmanager
+    def _buffer(self) -> Iterator[Buffer]:
         buffer = self._buffers.get()
         try:
-            piece = self._views(buffer, source.numel(), torch.float32)[0]
-            piece.copy_(source)
-            self._write(file, piece, start * FP32)
+            yield buffer
         finally:
             self._buffers.put(buffer)
 
-    def _views(self, buffer: Tensor, elements: int, form: torch.dtype) -> list[Tensor]:
-        """A buffer as pieces of as many planes as it has, each beginning at a page."""
-        return [buffer[i * self._piece : (i + 1) * self._piece].view(form)[:elements] for i in range(self._planes + 1)]
+    def _read_state(
+        self, file: DirectFile, segment: Segment, start: int, fields: list[Tensor], only: int | None = None
+    ) -> None:
+        """Fill `fields` with those of the piece of `segment` from element `start` on, or of one plane alone."""
+        for (number, offset, one), data in zip(self._store.form.places(segment.trained), fields, strict=True):
+            if only in (None, number):
+                self._read(file, data, offset + one.count(start) * one.dtype.itemsize)
+
+    def _write_state(self, file: DirectFile, segment: Segment, start: int, fields: list[Tensor]) -> None:
+        for (_, offset, one), data in zip(self._store.form.places(segment.trained), fields, strict=True):
+            self._write(file, data, offset + one.count(start) * one.dtype.itemsize)
 
     def _read(self, file: DirectFile, into: Tensor, offset: int) -> None:
         file.read(into, offset)

@@ -11,7 +11,7 @@ from shardlab.backends.optimizer_state import check_kinds, plain_groups
 from shardlab.backends.stream.direct import unnamed
 from shardlab.backends.stream.layout import Part, Segment, overlaps
 from shardlab.backends.stream.pipeline import Pipeline
-from shardlab.backends.stream.store import FP32, Store
+from shardlab.backends.stream.store import Store
 from shardlab.backends.stream.update import Update
 from shardlab.model.trainable import Trainable
 from shardlab.state.fragment import FROZEN, MASTER, Fragment, OptimizerState, StateReader
@@ -110,11 +110,19 @@ class StoredState:
         where = slice(part.offset, part.offset + part.numel)
         if not part.numel:
             return
-        if part.trained:
-            file, dtype, size = self._store.state(segment.index), torch.float32, segment.trained
-        else:
-            file, dtype, size = self._store.frozen(segment.index), self._store.form.frozen, segment.frozen
-        planes = {kind: file.mapped(i * size * FP32, size, dtype)[where] for i, kind in enumerate(kinds)}
+        if not part.trained:
+            whole = self._store.frozen(segment.index).mapped(0, segment.frozen, self._store.form.frozen)
+            yield from held_range(part.name, part.shape, part.start, {FROZEN: whole[where]})
+            return
+        file, planes = self._store.state(segment.index), {}
+        for number, offset, one in self._store.form.places(segment.trained):
+            if number >= len(kinds) or kinds[number] in planes:
+                continue
+            if one.dtype == torch.float32:
+                planes[kinds[number]] = file.mapped(offset, segment.trained, one.dtype)[where]
+            else:  # other backends know fp32 only
+                planes[kinds[number]] = unnamed(self._store.directory, part.numel, torch.float32)
+                self._pipeline.copy_out(segment, part, planes[kinds[number]], number)
         yield from held_range(part.name, part.shape, part.start, planes)
 
     def optimizer_state(self) -> OptimizerState:

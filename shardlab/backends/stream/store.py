@@ -14,37 +14,24 @@ import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shardlab.backends.stream.direct import DirectFile
-from shardlab.backends.stream.layout import Layout, Segment
+from shardlab.backends.stream.encoding import Format
+from shardlab.backends.stream.layout import Layout
 from shardlab.backends.stream.record import Pending, Record, RecordFile
 from shardlab.errors import UserError
 
-FP32 = 4
 RECORD, LOCK, IDENTITY = "record", "lock", "identity.json"
 
 
-@dataclass(frozen=True)
-class Format:
-    """What is kept of each element. `states`: the optimizer's moments; `frozen`: what frozen tensors compute in."""
-
-    states: int
-    frozen: torch.dtype
-
-    def state_bytes(self, segment: Segment) -> int:
-        """Of one state file."""
-        return (1 + self.states) * segment.trained * FP32
-
-    def disk_bytes(self, layout: Layout) -> int:
-        """Of everything, spare files included."""
-        sizes = {self.state_bytes(segment) for segment in layout.segments}
-        each = (self.state_bytes(s) + s.trained * FP32 + s.frozen * self.frozen.itemsize for s in layout.segments)
-        return sum(each) + sum(sizes)
+def disk_bytes(form: Format, layout: Layout) -> int:
+    """Of all files, spare ones included."""
+    sizes = [form.state_bytes(segment.trained) for segment in layout.segments]
+    others = (form.gradient.size(s.trained) + s.frozen * form.frozen.itemsize for s in layout.segments)
+    return sum(sizes) + sum(set(sizes)) + sum(others)
 
 
 class Store:
@@ -87,7 +74,7 @@ class Store:
                 f"{self.directory} is not empty (it holds {left[0]}): the state of another run would be overwritten; "
                 "remove it, or choose another shard.stream_directory"
             )
-        needed, free = self.form.disk_bytes(self.layout), shutil.disk_usage(self.directory).free
+        needed, free = disk_bytes(self.form, self.layout), shutil.disk_usage(self.directory).free
         if needed > free:
             raise UserError(
                 f"disk full: the training state needs {needed / 2**30:.2f} GiB in {self.directory}, which has "
@@ -120,11 +107,11 @@ class Store:
     def _open_files(self, *, create: bool) -> None:
         """State files by number: first one for each segment, then a spare of each size."""
         segments = self.layout.segments
-        sizes = [self.form.state_bytes(segment) for segment in segments]
+        sizes = [self.form.state_bytes(segment.trained) for segment in segments]
         self._sizes = [*sizes, *sorted(set(sizes))]
         self._states = [self._open(f"state-{i:05d}", size, create) for i, size in enumerate(self._sizes)]
-        self._gradients = [self._open(f"gradient-{s.index:05d}", s.trained * FP32, create) for s in segments]
-        width = self.form.frozen.itemsize
+        width, each = self.form.frozen.itemsize, self.form.gradient
+        self._gradients = [self._open(f"gradient-{s.index:05d}", each.size(s.trained), create) for s in segments]
         self._frozen = [self._open(f"frozen-{s.index:05d}", s.frozen * width, create) for s in segments]
         self._record_file = RecordFile(self.directory / RECORD, create=create)
 
@@ -160,7 +147,7 @@ class Store:
 
     def spare(self, segment: int) -> DirectFile:
         """Where the segment's updated state is to be written."""
-        return _there(self._states[self._spare[self.form.state_bytes(self.layout.segments[segment])]])
+        return _there(self._states[self._spare[self.form.state_bytes(self.layout.segments[segment].trained)]])
 
     def gradient(self, segment: int) -> DirectFile:
         """The segment's gradient: the pending one, or the one of the window under way."""
@@ -184,7 +171,7 @@ class Store:
 
     def commit_update(self, segment: int) -> None:
         """The spare file, written and synced, is the segment's state from here on."""
-        size = self.form.state_bytes(self.layout.segments[segment])
+        size = self.form.state_bytes(self.layout.segments[segment].trained)
         with self._guard:
             before, after = self._record.files[segment], self._spare[size]
             self._commit(self._record.moved(segment, after))

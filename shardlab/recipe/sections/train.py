@@ -46,6 +46,12 @@ class AdamW(_Optimizer):
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled: a step takes lr x weight_decay of each weight away."""
+    masters: Literal["fp32", "bf16"] = "fp32"
+    """Backend stream: how master weights lie in its files; bf16 is rounded stochastically, and halves them."""
+    moments: Literal["fp32", "8bit"] = "fp32"
+    """Backend stream: 8bit is block-wise dynamic quantization, a quarter of the bytes."""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """Backend stream: what a step's whole gradient waits in for its update; it is added up in fp32."""
 
 
 class SGD(_Optimizer):

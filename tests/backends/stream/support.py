@@ -15,10 +15,12 @@ from shardlab.backends.base import Applied, Job
 from shardlab.backends.stream import engine as stream_engine
 from shardlab.backends.stream.engine import StreamBackend
 from shardlab.backends.stream.layout import lay_out
+from shardlab.backends.stream.store import disk_bytes
 from shardlab.data.window import IGNORED, MicroBatch, Window
 from shardlab.model.deferred import build_deferred
 from shardlab.model.trainable import make_trainable
 from shardlab.plan import Plan, Stream
+from shardlab.planner.resolve import kept_as
 from shardlab.recipe import SGD, AdamW
 from shardlab.topology import Topology
 from tests.model.families import CONFIGS, batch
@@ -89,7 +91,8 @@ def running(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and not case.freeze(name))
     plan = Plan(backend, 1, 2, case.accumulation, 2 * case.accumulation, case.precision, clip_grad_norm=case.clip)
-    plan = replace(plan, stream=Stream(activation_bytes=case.activation_bytes))
+    small = kept_as(case.optimizer) if backend == "stream" else {}
+    plan = replace(plan, stream=Stream(activation_bytes=case.activation_bytes, **small))
     job = Job(make_trainable(model, seed=7).train(), plan, case.optimizer, ALONE, directory, resume)
     engine = make_backend(plan)
     with mock.patch.object(stream_engine, "lay_out", partial(lay_out, rows_elements=case.rows_elements)):
@@ -124,6 +127,14 @@ def relative(value: Tensor, reference: Tensor) -> float:
 def state_of(engine: StreamBackend) -> dict[tuple[str, str, Any], Tensor]:
     """Copies of all fragments, by name, kind and box."""
     return {(f.name, f.kind, f.box): f.data.clone() for f in engine.fragments()}
+
+
+def kept(engine: StreamBackend, directory: Path) -> int:
+    """Bytes of the state's files, which are those that its form says."""
+    files = [path for path in directory.iterdir() if path.name.split("-")[0] in ("state", "gradient", "frozen")]
+    size = sum(file.stat().st_size for file in files)
+    assert size == disk_bytes(engine._store.form, engine._store.layout)
+    return size
 
 
 def segments(engine: StreamBackend) -> dict[str, int]:
