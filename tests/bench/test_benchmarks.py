@@ -78,6 +78,18 @@ def test_stream() -> None:
 
 
 @pytest.mark.slow
+def test_train_speed(tmp_path: Path) -> None:
+    results = tmp_path / "kept" / "turns.jsonl"
+    own = ("--only", "fp32 2 x 512, 1 rank", "--names", "shardlab train, tiles", "HF Trainer")
+    options = ("--model", "tiny", "--rounds", "1", "--block", "1", "--results", str(results))
+    result = report("train_speed.py", *options, *own)
+    assert [row["contestant"] for row in result["rows"]] == ["shardlab train, tiles", "HF Trainer"]
+    assert all(0 < row["of bound"] < 1 for row in result["rows"])
+    assert len(results.read_text().splitlines()) == 2  # a later run adds to them
+    assert len(result["targets"]) == 2
+
+
+@pytest.mark.slow
 def test_shakespeare(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"Line {number}: to be, or not to be.\n" for number in range(400)))
