@@ -54,6 +54,7 @@ class Plan:
     precision: Precision
     recompute: Recompute = "none"
     reshard_after_forward: bool = True
+    shared_memory: bool = True  # fsdp: CPU ranks of one host exchange through it
     replicas: int = 1  # fsdp: groups of ranks that hold the model whole between them (HSDP)
     offload: Offload = field(default_factory=Offload)
     stream: Stream = field(default_factory=Stream)

@@ -1,10 +1,12 @@
 """Parameters, gradients and optimizer state sharded over all ranks: torch's `fully_shard` (FSDP2) on a device mesh.
 
 Accelerate is not asked to do it: on a CPU it silently turns FSDP into DDP, or into nothing (see docs/decisions.md). The
-same path runs on CPU and GPU.
+same path runs on CPU and GPU; but CPU ranks of one host exchange through shared memory.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,8 @@ from shardlab.backends.materialize import Materializer, move_buffers
 from shardlab.backends.module_state import buffer_fragments, check_tensors, load_buffers
 from shardlab.backends.optimizer import build_optimizer, set_learning_rate
 from shardlab.backends.optimizer_state import make_state, moments, owners, read_state
+from shardlab.backends.shared_memory import SharedMemory
+from shardlab.backends.slots import capacity
 from shardlab.data.window import MicroBatch, Window
 from shardlab.errors import UserError
 from shardlab.model.deferred import Weights
@@ -64,9 +68,11 @@ class FSDPBackend:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
         materializer = Materializer(module, weights, self._device)
         self._units: list[FSDPModule] = []
+        sizes: list[_UnitSize] = []
 
         def shard(unit: nn.Module, *, reshard: bool) -> FSDPModule:
             materializer.materialize(unit)
+            sizes.append(_unit_size(unit, mesh.size(mesh.ndim - 1), bf16=bf16))
             fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
             assert isinstance(unit, FSDPModule)
             # The objective is divided by the global batch's tokens already: gradients are summed, not averaged.
@@ -83,6 +89,24 @@ class FSDPBackend:
         if module.embedding is not None:
             shard(module.embedding, reshard=True).set_unshard_in_backward(False)  # which needs no weight
         shard(module, reshard=False)
+        self._shared = self._share_memory(mesh, sizes) if job.plan.shared_memory else None
+
+    def _share_memory(self, mesh: DeviceMesh, sizes: "list[_UnitSize]") -> SharedMemory | None:
+        """Exchange through shared memory where all ranks that shard one copy of the model are on this host."""
+        ranks, blocks = mesh.size(mesh.ndim - 1), len(self._job.module.blocks)
+        if self._device.type != "cpu" or ranks == 1 or self._job.topology.local_world_size % ranks:
+            return None
+        shared = SharedMemory.join(
+            mesh.get_group(mesh.ndim - 1),
+            gathered=capacity([one.gathered for one in sizes[:blocks]], [one.gathered for one in sizes[blocks:]]),
+            reduced=capacity([one.reduced for one in sizes[:blocks]], [one.reduced for one in sizes[blocks:]]),
+            timeout_seconds=self._job.plan.timeout_seconds,
+        )
+        if shared is None and self._job.topology.is_main:
+            warnings.warn("the ranks of this host can't share memory: fsdp exchanges through gloo", stacklevel=2)
+        for unit in self._units if shared is not None else ():
+            shared.serve(unit)
+        return shared
 
     def run_window(self, window: Window, lr: float) -> Applied:
         """See `Backend.run_window`."""
@@ -185,6 +209,28 @@ class FSDPBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self.optimizer.zero_grad(set_to_none=True)
+        if self._shared is not None:
+            self._shared.close()
+
+
+@dataclass(frozen=True)
+class _UnitSize:
+    """Bytes of a unit's gathered parameters, and of its gradients when they are reduced."""
+
+    gathered: int
+    reduced: int
+
+
+def _unit_size(unit: nn.Module, ranks: int, *, bf16: bool) -> _UnitSize:
+    """Of what is not yet sharded with a unit inside it."""
+    gathered = reduced = 0
+    for parameter in unit.parameters():
+        if isinstance(parameter, DTensor):
+            continue
+        elements = -(-parameter.shape[0] // ranks) * ranks * (parameter.numel() // max(1, parameter.shape[0]))
+        gathered += elements * (2 if bf16 and parameter.is_floating_point() else parameter.element_size())
+        reduced += elements * 4 if parameter.requires_grad else 0
+    return _UnitSize(gathered, reduced)
 
 
 def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:

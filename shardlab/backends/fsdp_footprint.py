@@ -3,12 +3,14 @@
 A unit is gathered into one flat buffer and copied out of it into its parameters. In the forward pass the flat buffer
 stays until the next unit's has arrived; in the backward pass the next unit's is there already (it is prefetched). A
 unit's gradients are whole until its backward pass has ended, then copied into one buffer and reduce-scattered; that
-buffer stays until the next unit's turn. gloo reduces a copy of it.
+buffer stays until the next unit's turn. gloo reduces a copy of it. Where ranks share memory, those buffers lie in
+it, for as long as the run lasts, and there is no copy.
 """
 
 from collections.abc import Iterator
 
-from shardlab.backends.placement import Setting, moment, span_name, trained, update_temporaries
+from shardlab.backends.placement import Setting, moment, shares_memory, span_name, trained, update_temporaries
+from shardlab.backends.slots import capacity, read_from_peer
 from shardlab.plan import ROOT, Bytes, Kind, Moment, ParameterShape, Span
 
 GRADIENTS = "units"
@@ -26,6 +28,7 @@ class _Sharded:
         self._ranks = setting.plan.world_size // setting.plan.replicas
         self._tail = setting.model.tail
         self._offload = setting.accelerator and setting.plan.offload.parameters == "cpu"
+        self._shared = shares_memory(setting)
 
     def _shard(self, parameters: tuple[ParameterShape, ...]) -> int:
         """Elements on one rank: rows are shared out, the last share padded."""
@@ -37,11 +40,25 @@ class _Sharded:
 
     def _flat(self, unit: int) -> int:
         """Bytes of the buffer that they are gathered in; a single rank copies without one."""
-        return self._whole(unit) if self._ranks > 1 else 0
+        return self._whole(unit) if self._ranks > 1 and not self._shared else 0
 
     def _reduced(self, unit: int) -> int:
         """Bytes of the buffer that a unit's gradients are reduced from."""
+        return 0 if self._shared else self._gradients(unit)
+
+    def _gradients(self, unit: int) -> int:
         return self._shard(trained(self._model.unit(unit))) * self._ranks * self._setting.reduced_size
+
+    def _shared_memory(self) -> int:
+        """Bytes of shared memory that this rank touches: its own buffers, and its part of every peer's."""
+        if not self._shared:
+            return 0
+        blocks, others = list(range(1, self._tail)), [ROOT, self._tail, self._model.embedding]
+        gathered = capacity([self._whole(unit) for unit in blocks], [self._whole(unit) for unit in others])
+        reduced = capacity([self._gradients(unit) for unit in blocks], [self._gradients(unit) for unit in others])
+        order = [self._gradients(unit) for unit in (self._tail, *reversed(blocks), self._model.embedding, ROOT)]
+        peers = read_from_peer([size for size in order if size], reduced, self._ranks)
+        return gathered + reduced + (self._ranks - 1) * peers
 
     def moments(self) -> Iterator[Moment]:
         """Of a micro-batch and of the update, in order."""
@@ -49,6 +66,7 @@ class _Sharded:
         shards: dict[Kind, int] = {
             "parameters": self._shard(everything) * self._setting.state_size,
             "moments": self._shard(trainable) * self._setting.state_size * self._setting.states,
+            "communication": self._shared_memory(),
         }
         gradients = self._shard(trainable) * self._setting.state_size
         resident, host = (dict[Kind, int](), shards | {"gradients": gradients}) if self._offload else (shards, {})
@@ -101,13 +119,14 @@ class _Sharded:
     ) -> Iterator[Moment]:
         """A unit's parameters go, its gradients are copied, then the copy is reduced and they go."""
         buffer, gone = self._reduced(unit), 0 if unit == ROOT else self._whole(unit)
-        if not buffer:
+        if not self._gradients(unit):
             return
         name = f"reduce-scatter after the {span_name(span, self._model)}"
         around -= gone if span.segment != ROOT else 0
         held: Bytes = {"gradients": collected}
         yield moment(name, resident, held, span.exit, {"communication": around + buffer}, host=host)
         left: Bytes = {kind: size for kind, size in span.exit.items() if kind != "gradients"}
+        part = self._gradients(unit) // self._ranks
         copy = 0 if self._setting.accelerator or self._ranks == 1 else buffer
-        reduced: Bytes = {"communication": around + buffer + copy, "gradients": collected + buffer // self._ranks}
+        reduced: Bytes = {"communication": around + buffer + copy, "gradients": collected + part}
         yield moment(name, resident, left, reduced, host=host)

@@ -40,6 +40,13 @@ class Setting:
         return FP32 if self.loop == "shardlab" else self.compute_size
 
 
+def shares_memory(setting: Setting) -> bool:
+    """Whether FSDP2's collectives go through memory that the ranks share. All are taken to be on one host."""
+    ranks = setting.plan.world_size // setting.plan.replicas
+    ours = setting.loop == "shardlab" and setting.plan.backend == "fsdp" and not setting.accelerator
+    return ours and setting.plan.shared_memory and ranks > 1
+
+
 def moment(name: str, *parts: Bytes, host: Bytes | None = None) -> Moment:
     """The sum of `parts` as a moment."""
     total: dict[Kind, int] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardlab.backends.ddp import BUCKET_BYTES
-from shardlab.backends.placement import BF16, FP32, Setting, trained
+from shardlab.backends.placement import BF16, FP32, Setting, shares_memory, trained
 from shardlab.backends.zero_config import PERSISTENCE_THRESHOLD, bucket_elements
 from shardlab.plan import ROOT, ParameterShape
 
@@ -24,6 +24,7 @@ class Exchange:
 
     `size` is bytes of the whole tensors, of all `calls` together; `times` how many micro-batches they belong to.
     `ranks` take part, each `stride` ranks from the next. `copied`: bytes read and written on the device around them.
+    `shared`: through memory that ranks of one host share, where nothing is sent.
     """
 
     collective: Collective
@@ -34,6 +35,7 @@ class Exchange:
     ranks: int
     stride: int = 1
     copied: int = 0
+    shared: bool = False
 
 
 def exchanges(setting: Setting) -> list[Exchange]:
@@ -73,6 +75,7 @@ def _fsdp(setting: Setting) -> Iterator[Exchange]:
     """A block is gathered for each of its passes, other units once; gradients are reduced after each micro-batch."""
     plan, model = setting.plan, setting.model
     ranks, count = plan.world_size // plan.replicas, plan.accumulation
+    shared = shares_memory(setting)
 
     def whole(parameters: tuple[ParameterShape, ...]) -> int:
         """Elements, with the padding of each to rows for every rank."""
@@ -88,12 +91,15 @@ def _fsdp(setting: Setting) -> Iterator[Exchange]:
         for passing, behind in passes:
             size = sum(passing) * setting.compute_size * count
             # Copied out of one buffer into the parameters.
-            yield Exchange("all-gather", size, len(passing) * count, behind, count, ranks, copied=2 * size)
+            calls = len(passing) * count
+            yield Exchange("all-gather", size, calls, behind, count, ranks, copied=2 * size, shared=shared)
     reduced = [whole(trained(unit)) for unit in (*blocks, *others) if trained(unit)]
     size, calls = sum(reduced) * FP32 * count, len(reduced) * count
     copied = size + sum(reduced) * setting.compute_size * count
+    if shared:
+        copied += size + size // ranks  # a rank's part of every buffer is read, the sum is written
     if ranks > 1:
-        yield Exchange("reduce-scatter", size, calls, "backward", count, ranks, copied=copied)
+        yield Exchange("reduce-scatter", size, calls, "backward", count, ranks, copied=copied, shared=shared)
     if plan.replicas > 1:
         yield Exchange("all-reduce", size // ranks, calls, "backward", count, plan.replicas, stride=ranks)
 

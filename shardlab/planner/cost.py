@@ -117,6 +117,8 @@ def exchange_seconds(exchange: Exchange, machine: Machine, rates: Rates) -> floa
         return 0.0
     per_node = -(-machine.ranks // machine.nodes)
     crossing = machine.nodes > 1 and ranks * exchange.stride > per_node
+    if exchange.shared and not crossing:
+        return exchange.calls * rates.hop
     within = not crossing or exchange.stride < per_node
     links, hop = [], rates.hop
     if within:

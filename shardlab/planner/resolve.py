@@ -41,6 +41,7 @@ def resolve(recipe: Recipe, *, world_size: int) -> Plan:
         precision=train.precision,
         recompute="full" if streamed else shard.recompute,
         reshard_after_forward=shard.reshard_after_forward,
+        shared_memory=shard.shared_memory,
         replicas=shard.replicas,
         offload=Offload(parameters=shard.offload.parameters, optimizer=shard.offload.optimizer),
         stream=_stream(recipe, backend),

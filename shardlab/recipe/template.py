@@ -46,6 +46,7 @@ shard:
   world_size: null            # ranks expected
   replicas: 1                 # fsdp: groups of ranks that each shard the whole model (HSDP)
   reshard_after_forward: true
+  shared_memory: true         # fsdp: CPU ranks of one host exchange through it, not through gloo
   offload: {parameters: none, optimizer: none}   # or cpu
   recompute: none             # or selective (all but attention and every other product), full (whole blocks)
   memory_limit: null          # stream: what the process may take, e.g. 2GiB

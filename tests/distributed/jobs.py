@@ -44,6 +44,7 @@ class Case:
     recompute: str = "none"
     precision: str = "fp32"
     offload: str = "none"
+    shared_memory: bool = True
     freeze: tuple[str, ...] = ()
     evaluate_first: bool = False
     threshold: int = 0  # ZeRO-3 keeps parameters below it gathered; tiny models would hide its faults
@@ -147,6 +148,7 @@ def make_plan(case: Case, global_batch_size: int) -> Plan:
     world = Topology.detect().world_size
     below_stage_3 = case.backend in ("zero1", "zero2")
     return Plan(
+        shared_memory=case.shared_memory,
         backend=case.backend,
         world_size=world,
         micro_batch=case.micro,

@@ -30,6 +30,8 @@ class ShardSection(Section):
     """fsdp: groups of neighbouring ranks that each shard the whole model (HSDP); one a host keeps gathers inside it."""
     reshard_after_forward: bool = True
     """fsdp: give a block's gathered parameters back after its forward (less memory, one more gather)."""
+    shared_memory: bool = True
+    """fsdp: CPU ranks of one host exchange through memory that they share; false, or where that fails: gloo."""
     offload: OffloadSection = OffloadSection()
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass runs again. selective: all but attention and every other product; full: whole blocks."""
