@@ -87,8 +87,8 @@ def cells(model: str) -> dict[str, Work]:
 
 def take_turn(name: str, work: Work, block: int) -> Turn:
     """Start a contestant, let it warm up, measure it, end it."""
-    ours = {"attention": "tiles"} if name == TILES else {}
-    work = Work(**{**vars(work), "ours": ours})
+    if name == TILES:
+        work = Work(**{**vars(work), "ours": {"attention": "tiles"}})
     contestant = Contestant(name.removesuffix(", tiles"), work, threads=2 // work.ranks, block=1)
     try:
         contestant.ready()

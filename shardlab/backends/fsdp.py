@@ -33,7 +33,6 @@ from shardlab.backends.module_state import buffer_fragments, check_tensors, load
 from shardlab.backends.optimizer import build_optimizer, set_learning_rate
 from shardlab.backends.optimizer_state import make_state, moments, owners, read_state
 from shardlab.backends.shared_memory import SharedMemory
-from shardlab.backends.slots import capacity
 from shardlab.data.window import MicroBatch, Window
 from shardlab.errors import UserError
 from shardlab.model.deferred import Weights
@@ -93,13 +92,13 @@ class FSDPBackend:
 
     def _share_memory(self, mesh: DeviceMesh, sizes: "list[_UnitSize]") -> SharedMemory | None:
         """Exchange through shared memory where all ranks that shard one copy of the model are on this host."""
-        ranks, blocks = mesh.size(mesh.ndim - 1), len(self._job.module.blocks)
+        ranks = mesh.size(mesh.ndim - 1)
         if self._device.type != "cpu" or ranks == 1 or self._job.topology.local_world_size % ranks:
             return None
         shared = SharedMemory.join(
             mesh.get_group(mesh.ndim - 1),
-            gathered=capacity([one.gathered for one in sizes[:blocks]], [one.gathered for one in sizes[blocks:]]),
-            reduced=capacity([one.reduced for one in sizes[:blocks]], [one.reduced for one in sizes[blocks:]]),
+            gathered=max(one.gathered for one in sizes),
+            reduced=max(one.reduced for one in sizes),
             timeout_seconds=self._job.plan.timeout_seconds,
         )
         if shared is None and self._job.topology.is_main:

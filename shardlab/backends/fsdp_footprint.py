@@ -8,9 +8,9 @@ it, for as long as the run lasts, and there is no copy.
 """
 
 from collections.abc import Iterator
+from itertools import product
 
 from shardlab.backends.placement import Setting, moment, shares_memory, span_name, trained, update_temporaries
-from shardlab.backends.slots import capacity, read_from_peer
 from shardlab.plan import ROOT, Bytes, Kind, Moment, ParameterShape, Span
 
 GRADIENTS = "units"
@@ -50,15 +50,25 @@ class _Sharded:
         return self._shard(trained(self._model.unit(unit))) * self._ranks * self._setting.reduced_size
 
     def _shared_memory(self) -> int:
-        """Bytes of shared memory that this rank touches: its own buffers, and its part of every peer's."""
+        """Bytes of shared memory that the rank touches which touches most.
+
+        Those of the largest unit at its beginning; its own piece of it, for its gradients; its part of every peer's.
+        """
         if not self._shared:
             return 0
-        blocks, others = list(range(1, self._tail)), [ROOT, self._tail, self._model.embedding]
-        gathered = capacity([self._whole(unit) for unit in blocks], [self._whole(unit) for unit in others])
-        reduced = capacity([self._gradients(unit) for unit in blocks], [self._gradients(unit) for unit in others])
-        order = [self._gradients(unit) for unit in (self._tail, *reversed(blocks), self._model.embedding, ROOT)]
-        peers = read_from_peer([size for size in order if size], reduced, self._ranks)
-        return gathered + reduced + (self._ranks - 1) * peers
+        units, ranks = range(self._model.embedding + 1), self._ranks  # the root's is 0
+        whole, sizes = max(map(self._whole, units)), [self._gradients(unit) for unit in units]
+        piece, most = max(sizes), 0
+        for rank in range(ranks):
+            parts = [(0, whole), (rank * piece, rank * piece + piece)]
+            for start, size in product(range(0, ranks * piece, max(1, piece)), sizes):
+                parts.append((start + rank * size // ranks, start + (rank + 1) * size // ranks))
+            total = reached = 0
+            for start, stop in sorted(parts):
+                total += max(0, stop - max(start, reached))
+                reached = max(reached, stop)
+            most = max(most, total)
+        return most
 
     def moments(self) -> Iterator[Moment]:
         """Of a micro-batch and of the update, in order."""

@@ -25,25 +25,25 @@ from torch.distributed.fsdp import FSDPModule
 # What `FSDPModule.set_custom_all_gather` and its like take: torch names them only here.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from shardlab.backends.slots import Slots
-
 _MOST_RANKS = 16  # each has a socket to each
 _JOIN_SECONDS = 30.0
+_ALIGNMENT = 4096  # bytes: no two ranks write to one page
 
 
 class SharedMemory:
     """The memory and the sockets of one group of ranks.
 
-    `gathered` bytes hold whole units, written by all ranks; then each rank has `reduced` bytes for its gradients.
+    A whole unit is gathered at its beginning; to be reduced, each rank has a `piece` of it in bytes. Both take the same
+    place: a unit has been copied out before gradients are copied in (see `serve`).
     """
 
-    def __init__(self, memory: Tensor, peers: Sequence[socket.socket], rank: int, gathered: int, reduced: int):
+    def __init__(self, memory: Tensor, peers: Sequence[socket.socket], rank: int, piece: int):
         self._memory = memory
         self._peers = peers
         self._rank = rank
         self._ranks = len(peers) + 1
         self._waits = 0
-        self._gathering, self._reducing = Slots(gathered), Slots(reduced)
+        self._piece_size = piece
 
     @classmethod
     def join(
@@ -51,9 +51,11 @@ class SharedMemory:
     ) -> "SharedMemory | None":
         """Memory that all ranks of `group` map, or None on all of them where one can't. Every rank calls this.
 
+        `gathered` is the bytes of the largest unit, `reduced` those of the largest unit's gradients.
         `timeout_seconds` is how long a rank waits for its peers in a collective.
         """
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        piece = -(-reduced // _ALIGNMENT) * _ALIGNMENT
         sockets: list[socket.socket] = []
         memory: Tensor | None = None
         names: list[Any] = [None] * ranks
@@ -62,7 +64,7 @@ class SharedMemory:
         try:
             if listener is not None and None not in names:
                 sockets = _connect(listener, names, rank)
-                memory = _map(sockets, rank, gathered + ranks * reduced)
+                memory = _map(sockets, rank, max(gathered, ranks * piece))
         except OSError:
             memory = None  # peers in another container, or no memory: gloo works there
         finally:
@@ -76,41 +78,46 @@ class SharedMemory:
             return None
         for peer in sockets:
             peer.settimeout(timeout_seconds)
-        return cls(memory, sockets, rank, gathered, reduced)
+        return cls(memory, sockets, rank, piece)
 
     def serve(self, unit: FSDPModule) -> None:
-        """Have `unit` gathered and reduced through this memory."""
+        """Have `unit` gathered and reduced through this memory.
+
+        And gathered when it is needed, not one unit ahead: on a CPU nothing goes on meanwhile, and a unit that waits to
+        be copied out would need memory of its own beside the gradients'.
+        """
+        unit.set_modules_to_backward_prefetch([unit])
         unit.set_custom_all_gather(_Gather(self))
         unit.set_custom_reduce_scatter(_Reduce(self))
 
     def gather_buffer(self, size: int) -> Tensor:
-        """(size,) bytes that all ranks see: each writes its own part of them before it calls `wait`.
+        """(size,) bytes that all ranks see, free again: each writes its own part of them before it calls `wait`.
 
-        FSDP2 has copied out what it gathered before it asks for the next: that is when the last buffer is free.
+        FSDP2 has copied out what it gathered before it asks for the next, so when all ranks ask, none reads any more.
         """
-        offset, overlaps = self._gathering.place(size)
-        if overlaps:
-            self.wait()
-        return self._memory[offset : offset + size]
+        self._check(size, self._memory.numel())
+        self.wait()
+        return self._memory[:size]
 
     def reduce_buffer(self, size: int) -> Tensor:
-        """(size,) bytes of this rank's own, for `reduce`."""
-        offset, overlaps = self._reducing.place(size)
-        if overlaps:
-            self.wait()
-        self._reduced_at = offset
-        return self._piece(self._rank, offset, size)
+        """(size,) bytes of this rank's own, for `reduce`, when its peers have read what was there."""
+        self._check(size, self._piece_size)
+        self.wait()
+        return self._piece(self._rank, 0, size)
 
     def _piece(self, rank: int, offset: int, size: int) -> Tensor:
-        start = self._gathering.size + rank * self._reducing.size + offset
+        start = rank * self._piece_size + offset
         return self._memory[start : start + size]
 
+    def _check(self, size: int, there: int) -> None:
+        if size > there:
+            raise RuntimeError(f"a unit of {size} bytes for shared memory of {there}")
+
     def reduce(self, output: Tensor, buffer: Tensor) -> None:
-        """Sum this rank's part of every rank's last `reduce_buffer`, which has the type of `buffer`, into `output`."""
+        """Sum this rank's part of every rank's `reduce_buffer` into `output`; `buffer` is its own."""
         self.wait()
         size = output.numel() * output.element_size()
-        start = self._reduced_at + self._rank * size
-        parts = [self._piece(rank, start, size).view(buffer.dtype) for rank in range(self._ranks)]
+        parts = [self._piece(rank, self._rank * size, size).view(buffer.dtype) for rank in range(self._ranks)]
         total = output.view(-1)
         torch.add(parts[0], parts[1], out=total)
         for part in parts[2:]:

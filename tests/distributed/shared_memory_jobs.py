@@ -1,9 +1,11 @@
 """What the pool's workers run for tests/distributed/test_shared_memory.py."""
 
+import gc
 import os
 import random
 import socket
 import time
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -86,14 +88,20 @@ def failure_when_a_peer(does: str) -> tuple[str, str, float]:
     return kind, message, time.monotonic() - started
 
 
-def left_over() -> list[str]:
-    """Files in memory that have a name, and that this process still has open, once memory is joined."""
+def left_over() -> tuple[list[str], int, int]:
+    """Named files in memory while this rank shares some, and its open files in memory then and after it has closed."""
     shared = join(4096, 4096)
-    links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _exists(name)]
     named = [name for name in os.listdir("/dev/shm") if "shardlab" in name]
+    during = _open_files()
     shared.close()
-    return named + [link for link in links if "memfd:shardlab" in link]
+    del shared
+    gc.collect()
+    return named, during, _open_files()
 
 
-def _exists(name: str) -> bool:
-    return os.path.exists(f"/proc/self/fd/{name}")
+def _open_files() -> int:
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the listing's own
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sum("memfd:shardlab" in link for link in links)

@@ -45,4 +45,4 @@ def test_a_lost_peer_is_a_collective_that_failed(pools: Pools, does: str, told: 
 
 
 def test_nothing_is_left_that_a_kill_could_leave(pools: Pools) -> None:
-    assert pools.run(2, JOBS, "left_over") == [[], []]
+    assert pools.run(2, JOBS, "left_over") == [([], 1, 0)] * 2

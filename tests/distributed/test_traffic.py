@@ -21,14 +21,14 @@ SMALL = 200  # bytes: the loss, the norms
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("backend", ["ddp", "zero1", "zero2", "fsdp", "zero3"])
 def test_a_window_sends_what_the_plan_says(pools: Pools, backend: Any, precision: Any) -> None:
-    case = Case(backend=backend, optimizer="adamw", lr=1e-2, micro=2, precision=precision)
+    case = Case(backend=backend, optimizer="adamw", lr=1e-2, micro=2, precision=precision, shared_memory=False)
     (seen, micro_batches, world), *_ = pools.run(2, "tests.distributed.traffic_jobs", "collectives", case=case)
     measured, calls = Counter[str](), Counter[str]()
     for kind, size in seen:
         if size > SMALL:
             measured[kind] += size
             calls[kind] += 1
-    plan = Plan(backend, world, 2, micro_batches, 2 * micro_batches * world, precision)
+    plan = Plan(backend, world, 2, micro_batches, 2 * micro_batches * world, precision, shared_memory=False)
     with mock.patch.object(traffic, "PERSISTENCE_THRESHOLD", 0):  # as in the job
         found = traffic.exchanges(Setting(model_shape(make_trainable(MODELS["llama"](0.0))), plan, 2, ()))
     predicted, said = Counter[str](), Counter[str]()
@@ -41,3 +41,9 @@ def test_a_window_sends_what_the_plan_says(pools: Pools, backend: Any, precision
         assert predicted[kind] == pytest.approx(measured[kind], rel=tolerance), kind
         if backend in ("ddp", "fsdp"):
             assert said[kind] == calls[kind]
+
+
+def test_ranks_that_share_memory_send_nothing_but_a_few_numbers(pools: Pools) -> None:
+    case = Case(backend="fsdp", optimizer="adamw", lr=1e-2, micro=2)
+    (seen, _, _), *_ = pools.run(2, "tests.distributed.traffic_jobs", "collectives", case=case)
+    assert max(size for _, size in seen) <= SMALL

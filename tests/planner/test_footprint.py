@@ -31,7 +31,8 @@ PARTS = {"ddp": ddp_footprint, "fsdp": fsdp_footprint}
 
 
 def setting(backend: BackendName, **changes: object) -> Setting:
-    return Setting(SHAPE, replace(PLAN, backend=backend, **changes), 2, EMPTY)
+    given = {"shared_memory": False, **changes}
+    return Setting(SHAPE, replace(PLAN, backend=backend, **given), 2, EMPTY)
 
 
 def moments(of: Setting) -> list[Moment]:
@@ -64,6 +65,11 @@ def test_fsdp_shards_everything_and_gathers_a_unit() -> None:
     assert found.bytes["moments"] == TOTAL * 8 // 2
     forward = next(m for m in moments(setting("fsdp")) if m.name == "forward pass of block 2 of 2")
     assert forward.bytes["communication"] == 2 * BLOCK * 4  # the parameters, and what they were gathered in
+    (whole,) = {
+        m.bytes["communication"] for m in moments(setting("fsdp", shared_memory=True)) if m.name == forward.name
+    }
+    # A block is gathered into the first rank's piece; the second rank has its own as well, for a block's gradients.
+    assert whole == BLOCK * 4 + 2 * BLOCK * 4
 
 
 def test_rows_that_do_not_divide_are_padded() -> None:
