@@ -183,12 +183,14 @@ def _losses_of(ended: Ended, rank: int) -> list[float]:
 class Job:
     """A launcher that runs, and the processes of its job, known by a variable that all of them inherit."""
 
-    def __init__(self, directory: Path, builder: str) -> None:
+    def __init__(self, directory: Path, builder: str, backend: str) -> None:
         self._name = uuid.uuid4().hex
         self._mark = directory / "mark"
         self._err = directory / "err"
         recipe = write_recipe(
-            directory, model={"builder": f"tests.train.builders:{builder}"}, shard={"micro_batch": 1, "backend": "ddp"}
+            directory,
+            model={"builder": f"tests.train.builders:{builder}"},
+            shard={"micro_batch": 1, "backend": backend},
         )
         command = [*COMMAND, "train", str(recipe), "--output", str(directory / "run"), "--nproc", "2"]
         environment = {**os.environ, JOB_VARIABLE: self._name, MARK_VARIABLE: str(self._mark)}
@@ -240,15 +242,15 @@ class Job:
         self.launcher.wait()
 
 
-StartJob = Callable[[str], Job]
+StartJob = Callable[..., Job]
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[StartJob]:
     started: list[Job] = []
 
-    def start(builder: str) -> Job:
-        started.append(Job(tmp_path, builder))
+    def start(builder: str, backend: str = "ddp") -> Job:
+        started.append(Job(tmp_path, builder, backend))
         return started[-1]
 
     yield start
@@ -257,25 +259,30 @@ def job(tmp_path: Path) -> Iterator[StartJob]:
 
 
 @pytest.mark.parametrize(
-    ("builder", "code", "last_line"),
+    ("builder", "backend", "code", "last_line"),
     [
-        ("raises_on_rank_1", 1, "ValueError: rank one has a bad day"),
-        ("exits_on_rank_1", 3, "rank 1 ended with exit code 3"),
-        ("dies_on_rank_1", 128 + signal.SIGKILL, "rank 1 killed by signal 9 (likely out of memory)"),
+        ("raises_on_rank_1", "ddp", 1, "ValueError: rank one has a bad day"),
+        ("exits_on_rank_1", "ddp", 3, "rank 1 ended with exit code 3"),
+        ("dies_on_rank_1", "ddp", 128 + signal.SIGKILL, "rank 1 killed by signal 9 (likely out of memory)"),
+        # Whose peer waits in shared memory.
+        ("raises_on_rank_1", "fsdp", 1, "ValueError: rank one has a bad day"),
+        ("dies_on_rank_1", "fsdp", 128 + signal.SIGKILL, "rank 1 killed by signal 9 (likely out of memory)"),
     ],
 )
-def test_a_rank_that_fails_in_training_ends_the_job(job: StartJob, builder: str, code: int, last_line: str) -> None:
+def test_a_rank_that_fails_in_training_ends_the_job(
+    job: StartJob, builder: str, backend: str, code: int, last_line: str
+) -> None:
     """https://github.com/deepspeedai/DeepSpeed/issues/82: one process had crashed, the others waited and held memory.
 
     The first failure is the one shown, last and once (https://github.com/pytorch/pytorch/pull/49305).
     """
-    failing = job(builder)
+    failing = job(builder, backend)
     failing.wait_for_mark()
     assert failing.finish() == code
     lines = failing.errors.splitlines()
     if code == 128 + signal.SIGKILL:  # of which the system says no more: so what was predicted comes behind it
         predicted = lines.pop()
-        assert predicted.startswith("the plan (ddp, micro-batch 1) had predicted 0."), predicted
+        assert predicted.startswith(f"the plan ({backend}, micro-batch 1) had predicted 0."), predicted
     assert lines[-1] == last_line
     assert failing.errors.count(last_line) == 1
     assert failing.errors.count("Traceback (most recent call last)") == (builder == "raises_on_rank_1")

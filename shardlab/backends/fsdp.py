@@ -101,9 +101,11 @@ class FSDPBackend:
             reduced=max(one.reduced for one in sizes),
             timeout_seconds=self._job.plan.timeout_seconds,
         )
-        if shared is None and self._job.topology.is_main:
-            warnings.warn("the ranks of this host can't share memory: fsdp exchanges through gloo", stacklevel=2)
-        for unit in self._units if shared is not None else ():
+        if shared is None:
+            if self._job.topology.is_main:
+                warnings.warn("the ranks of this host can't share memory: fsdp exchanges through gloo", stacklevel=2)
+            return None
+        for unit in self._units:
             shared.serve(unit)
         return shared
 

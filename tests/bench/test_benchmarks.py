@@ -90,6 +90,15 @@ def test_train_speed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sharding_cost(tmp_path: Path) -> None:
+    options = ("--model", "tiny", "--precisions", "fp32", "--rounds", "1", "--block", "1")
+    names = ("--names", "ddp", "fsdp", "fsdp through gloo", "--results", str(tmp_path / "turns.jsonl"))
+    rows = report("sharding_cost.py", *options, *names)["rows"]
+    assert [row["contestant"] for row in rows] == ["shardlab ddp", "shardlab fsdp", "shardlab fsdp through gloo"]
+    assert rows[1]["loss"] == rows[2]["loss"] == pytest.approx(rows[0]["loss"], abs=1e-5)
+
+
+@pytest.mark.slow
 def test_shakespeare(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"Line {number}: to be, or not to be.\n" for number in range(400)))
