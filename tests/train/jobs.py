@@ -136,6 +136,20 @@ def own_loop_that_resumes(recipe: Path, output: Path, backend: str, stop: int) -
     return losses
 
 
+def save_alone(recipe: Path, backend: str, rank: int, directory: Path) -> list[str]:
+    """One rank saves the state and the model, the other does neither; what it is told."""
+    engine, _ = engine_of(recipe, f"shard.backend={backend}", "shard.timeout_seconds=2")
+    told = []
+    if engine.topology.rank == rank:
+        for save in (engine.save_state, engine.save):
+            try:
+                save(directory)
+            except RuntimeError as error:
+                told.append(str(error))
+    engine.close()
+    return told
+
+
 def rates(recipe: Path, accumulation: int) -> list[float]:
     """The learning rate of each update, with one sequence in a micro-batch."""
     world = Engine.from_recipe(recipe).topology.world_size

@@ -94,6 +94,22 @@ def test_a_users_own_loop_goes_on(pools: Pools, tmp_path: Path, backend: str) ->
     assert [loss for life in lives for loss in life] == straight
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_save_by_one_rank_alone_names_its_caller(pools: Pools, tmp_path: Path, backend: str, rank: int) -> None:
+    """Within the time-out, and not into a collective of the training. Nothing is written."""
+    recipe = write_recipe(tmp_path, train={"global_batch_size": 4, "steps": 8}, shard={"micro_batch": 2})
+    arguments = {"recipe": recipe, "backend": backend, "rank": rank, "directory": tmp_path / "out"}
+    told = pools.run(2, "tests.train.jobs", "save_alone", **arguments)
+    assert told[1 - rank] == []
+    assert len(told[rank]) == 2
+    for message, what in zip(told[rank], ("save_state", "save"), strict=True):
+        assert message.startswith(f"rank {rank} called {what} at ")
+        assert f"{Path(__file__).parent / 'jobs.py'}:" in message
+        assert "not all ranks did within 2 s; every rank has to call it" in message
+    assert not (tmp_path / "out").exists()
+
+
 class FillDisk(Callback):
     """Takes nearly all that is left of the disk after step 3, so that the next save finds it full.
 
