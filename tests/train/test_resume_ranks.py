@@ -16,8 +16,9 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from shardlab.checkpoint import AsyncSaver, find_newest, verify
+from shardlab.checkpoint import AsyncSaver, find_newest, read_manifest, verify
 from shardlab.errors import UserError
 from shardlab.recipe import load_recipe
 from shardlab.train.callbacks import Callback, StepResult
@@ -77,6 +78,46 @@ def test_a_run_that_moves_from_machine_to_machine(pools: Pools, tmp_path: Path) 
     one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("straight", "run"))
     weights, others = (torch.cat([state[name].flatten() for name in sorted(one)]) for state in (one, other))
     assert torch.linalg.vector_norm(weights - others) <= 1e-5 * torch.linalg.vector_norm(weights)
+
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 257,
+    "max_position_embeddings": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_fused_experts_keep_their_runtime_names(pools: Pools, tmp_path: Path) -> None:
+    """On disk transformers knows one tensor an expert, in the running model one for all: that is what is sharded."""
+    (tmp_path / "mixtral.json").write_text(json.dumps(MIXTRAL))
+    train_section = {"steps": 8, "optimizer": {"lr": 1e-2}}
+    recipe = write(tmp_path / "in", model={"config": str(tmp_path / "mixtral.json")}, train=train_section)
+    go(recipe, tmp_path / "straight")
+    for backend, world, stop in (("zero3", 2, 3), ("fsdp", 2, 5), ("ddp", 1, None)):
+        stopping = (f"train.stop_after={stop}", "checkpoint.every=8") if stop else ("checkpoint.every=8",)
+        run(pools, world, recipe, tmp_path / "run", backend, *stopping, resume=backend != "zero3")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "straight"), rel=1e-6)
+    newest = find_newest(tmp_path / "run")
+    shapes = {entry.name: entry.shape for entry in read_manifest(newest).tensors if entry.kind == "exp_avg"}
+    experts = {name: shape for name, shape in shapes.items() if "experts" in name}
+    assert experts == {
+        f"model.layers.{layer}.mlp.experts.{name}": shape
+        for layer in (0, 1)
+        for name, shape in (("gate_up_proj", (4, 48, 16)), ("down_proj", (4, 16, 24)))
+    }
+    ended = shardlab("checkpoint", "export", newest, tmp_path / "exported")
+    assert ended.code == 0, ended.err
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(report.values())
+    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("backend", ["ddp", "zero3"])
