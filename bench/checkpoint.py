@@ -63,13 +63,14 @@ def compare(options: argparse.Namespace) -> Report:
             "load CPU s": ".2f",
             "stall ms": ".0f",
             "of a step": ".3f",
+            "stall CPU ms": ".0f",
             "first ms": ".0f",
             "beside CPU s": ".2f",
         },
         notes=[
             "Save, durable, load: until all ranks are done; CPU: of all ranks together.",
-            "Stall: what an asynchronous save holds the training for; first: the one that makes the copy's memory. "
-            "Beside CPU: of a rank, in the thread that writes, hashes and verifies.",
+            "Stall: what an asynchronous save holds the training for, and the CPU time in it; first: of the save that "
+            "makes the copy's memory. Beside CPU: of a rank, in the thread that writes, hashes and verifies.",
         ],
     )
     for backend, peer in BACKENDS.items():
@@ -161,20 +162,20 @@ def stalled(job: Job, rounds: int) -> dict[str, float]:
 
     backend = job.engine.backend
     saver = AsyncSaver(Saver(job.directory / "async", join(job.engine.topology), keep=1))
-    stalls, steps, beside = [], [], []
+    stalls, computed, steps, beside = [], [], [], []
     for number in range(rounds + 1):
         before = _thread_seconds()
 
-        def save(number: int = number) -> None:
-            saver.save(Contents(step=number, optimizer=backend.optimizer_state()), backend.fragments)
+        def save(number: int = number) -> Path | None:
+            return saver.save(Contents(step=number, optimizer=backend.optimizer_state()), backend.fragments)
 
-        held, _ = _held(save)
-        path = None
+        held, cpu, path = _held(save)
         while path is None:
             job.step()
-            seconds, path = _held(saver.poll)
-            held += seconds
+            more_held, more_cpu, path = _held(saver.poll)
+            held, cpu = held + more_held, cpu + more_cpu
         stalls.append(job.largest(held))
+        computed.append(job.largest(cpu))
         beside.append(job.largest(_thread_seconds() - before))
         steps.append(job.timed(job.step).seconds)
     saver.close()
@@ -183,19 +184,23 @@ def stalled(job: Job, rounds: int) -> dict[str, float]:
     return {
         "stall ms": statistics.median(others) * 1e3,
         "of a step": statistics.median(others) / step,
+        "stall CPU ms": statistics.median(computed[1:]) * 1e3,
         "first ms": first * 1e3,
         "beside CPU s": statistics.median(beside),
     }
 
 
-def _held(action: Callable[[], Result]) -> tuple[float, Result]:
-    """Seconds that this rank is in `action`, and what it returned. The ranks begin together, as after a step."""
+def _held(action: Callable[[], Result]) -> tuple[float, float, Result]:
+    """Seconds that this rank is in `action`, its thread's CPU seconds in it, and what it returned.
+
+    The ranks begin together, as after a step.
+    """
     import torch.distributed as dist
 
     dist.barrier()
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.thread_time()
     result = action()
-    return time.perf_counter() - started, result
+    return time.perf_counter() - started, time.thread_time() - cpu, result
 
 
 def _thread_seconds() -> float:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardlab.checkpoint import AsyncSaver, find_newest, read_manifest, verify
 from shardlab.errors import UserError
@@ -96,9 +96,11 @@ MIXTRAL = {
 
 def test_fused_experts_keep_their_runtime_names(pools: Pools, tmp_path: Path) -> None:
     """On disk transformers knows one tensor an expert, in the running model one for all: that is what is sharded."""
-    (tmp_path / "mixtral.json").write_text(json.dumps(MIXTRAL))
+    with torch.random.fork_rng(devices=[]):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTRAL)).save_pretrained(tmp_path / "theirs")
+    assert "model.layers.0.mlp.experts.gate_up_proj" not in load_file(tmp_path / "theirs" / "model.safetensors")
     train_section = {"steps": 8, "optimizer": {"lr": 1e-2}}
-    recipe = write(tmp_path / "in", model={"config": str(tmp_path / "mixtral.json")}, train=train_section)
+    recipe = write(tmp_path / "in", model={"config": None, "path": str(tmp_path / "theirs")}, train=train_section)
     go(recipe, tmp_path / "straight")
     for backend, world, stop in (("zero3", 2, 3), ("fsdp", 2, 5), ("ddp", 1, None)):
         stopping = (f"train.stop_after={stop}", "checkpoint.every=8") if stop else ("checkpoint.every=8",)
@@ -118,6 +120,11 @@ def test_fused_experts_keep_their_runtime_names(pools: Pools, tmp_path: Path) ->
     assert not any(report.values())
     saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    assert shardlab("checkpoint", "convert", tmp_path / "theirs", tmp_path / "ours").code == 0
+    resume = ("--resume", tmp_path / "ours", "--reset-schedule")
+    refused = shardlab("train", recipe, "--output", tmp_path / "other", *resume)
+    assert refused.code == 2
+    assert "lacks 6 tensors, among them model.layers.0.mlp.experts.down_proj: it is of another model" in refused.err
 
 
 @pytest.mark.parametrize("backend", ["ddp", "zero3"])
