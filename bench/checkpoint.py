@@ -5,35 +5,38 @@ round after round, and `dd` with fsync writes as many bytes in the same round: w
 peers neither sync nor hash; their column "durable" adds an fsync of every file that they wrote, which ours has in it.
 Loading starts with the files dropped from the page cache, and ours verifies every hash first.
 
-An asynchronous save is measured by what it costs the training: the copy, and what the steps beside it take longer.
+The stall of an asynchronous save is the time that it holds the training: the slower rank's main thread in `save` (its
+copy of the state, and the ranks' agreement) and in the `poll` after each step until the save is whole. Beside the steps
+a thread writes, hashes and verifies: that is told in CPU seconds, which no other load on the machine changes.
 """
 
 import argparse
 import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from memory_by_backend import COMMON, RANKS, SIZES, tokens
+from checkpoint_job import DCP, SEQUENCE, Contestant, DeepSpeed, Job, Ours, Peer
+from memory_by_backend import COMMON, RANKS, SIZES
 from report import MiB, Report, Target, say
 
 BACKENDS = {"fsdp": "DCP", "zero2": "DeepSpeed"}  # ours -> the peer whose state it is
-SEQUENCE = 512
 OF_THE_DISK, STALL = 0.8, 0.05
+
+Result = TypeVar("Result")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="150m", help="model; tiny shows only that it runs")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contestant")
-    parser.add_argument("--micro-batches", type=int, default=4, help=f"of {SEQUENCE} tokens, in a step of each rank")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant, and asynchronous saves")
+    parser.add_argument("--micro-batches", type=int, default=1, help=f"of {SEQUENCE} tokens, in a step of each rank")
     parser.add_argument("--directory", type=Path, help="on the disk to measure [default: the temporary directory]")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--backend", help=argparse.SUPPRESS)  # a rank's own process
@@ -57,10 +60,18 @@ def compare(options: argparse.Namespace) -> Report:
             "durable s": ".2f",
             "of dd's rate": ".2f",
             "load s": ".2f",
+            "load CPU s": ".2f",
             "stall ms": ".0f",
             "of a step": ".3f",
+            "stall CPU ms": ".0f",
+            "first ms": ".0f",
+            "beside CPU s": ".2f",
         },
-        notes=["Save, durable: until all ranks are done. Stall: an asynchronous save's cost to the steps beside it."],
+        notes=[
+            "Save, durable, load: until all ranks are done; CPU: of all ranks together.",
+            "Stall: what an asynchronous save holds the training for, and the CPU time in it; first: of the save that "
+            "makes the copy's memory. Beside CPU: of a rank, in the thread that writes, hashes and verifies.",
+        ],
     )
     for backend, peer in BACKENDS.items():
         say(f"{backend} beside {peer} ...")
@@ -98,23 +109,15 @@ def measure(options: argparse.Namespace) -> None:
     job.step()
     peer: Peer = DCP(job) if options.backend == "fsdp" else DeepSpeed(job)
     ours = Ours(job)
-    saves: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = {}
     for number in range(options.rounds):
         order: list[Contestant] = [ours, peer] if number % 2 == 0 else [peer, ours]
         for contestant in order:
-            contestant.directory.mkdir(parents=True, exist_ok=True) if job.main else None
-            seconds = job.timed(contestant.save)
-            synced = job.timed(lambda one=contestant: job.sync(one.directory))
-            saves.setdefault(f"{contestant.name} save", []).append(seconds)
-            saves.setdefault(f"{contestant.name} durable", []).append(seconds + synced)
-            written = sum(file.stat().st_size for file in contestant.directory.rglob("*") if file.is_file())
-            saves.setdefault(f"{contestant.name} bytes", []).append(written)
-            job.drop(contestant.directory)
-            saves.setdefault(f"{contestant.name} load", []).append(job.timed(contestant.load))
-            job.remove(contestant.directory)
-        saves.setdefault("dd", []).append(job.timed(lambda: job.dd(int(saves[f"{ours.name} bytes"][-1]))))
-    medians = {name: statistics.median(values) for name, values in saves.items()}
-    stall, step = stalled(job, options.rounds)
+            for what, value in turn(job, contestant).items():
+                found.setdefault(f"{contestant.name} {what}", []).append(value)
+        size = int(found[f"{ours.name} bytes"][-1])
+        found.setdefault("dd", []).append(job.timed(lambda size=size: job.dd(size)).seconds)
+    medians = {name: statistics.median(values) for name, values in found.items()}
     rows = [
         {
             "": contestant.name,
@@ -123,11 +126,11 @@ def measure(options: argparse.Namespace) -> None:
             "durable s": medians[f"{contestant.name} durable"],
             "of dd's rate": medians["dd"] / medians[f"{contestant.name} durable"],
             "load s": medians[f"{contestant.name} load"],
-            "stall ms": stall * 1e3 if contestant is ours else None,
-            "of a step": stall / step if contestant is ours else None,
+            "load CPU s": medians[f"{contestant.name} load CPU"],
         }
         for contestant in (ours, peer)
     ]
+    rows[0] |= stalled(job, options.rounds)
     rows.append({"": "dd with fsync", "MiB": medians[f"{ours.name} bytes"] / MiB, "save s": medians["dd"]})
     rows[-1] |= {"durable s": medians["dd"], "of dd's rate": 1.0}
     if job.main:
@@ -135,202 +138,75 @@ def measure(options: argparse.Namespace) -> None:
     job.engine.close()
 
 
-def stalled(job: "Job", rounds: int) -> tuple[float, float]:
-    """(seconds that an asynchronous save costs the training, seconds of a step without one): medians."""
+def turn(job: Job, contestant: Contestant) -> dict[str, float]:
+    """One save and one load, from the disk."""
+    contestant.directory.mkdir(parents=True, exist_ok=True) if job.main else None
+    saved = job.timed(contestant.save).seconds
+    synced = job.timed(lambda: job.sync(contestant.directory)).seconds
+    written = sum(file.stat().st_size for file in contestant.directory.rglob("*") if file.is_file())
+    job.drop(contestant.directory)
+    load = job.timed(contestant.load)
+    job.remove(contestant.directory)
+    return {
+        "save": saved,
+        "durable": saved + synced,
+        "bytes": written,
+        "load": load.seconds,
+        "load CPU": load.cpu,
+    }
+
+
+def stalled(job: Job, rounds: int) -> dict[str, float]:
+    """What asynchronous saves cost: medians over `rounds`, each of steps without a save and steps beside one."""
     from shardlab.checkpoint import AsyncSaver, Contents, Saver, join
 
+    backend = job.engine.backend
     saver = AsyncSaver(Saver(job.directory / "async", join(job.engine.topology), keep=1))
-    costs, plain = [], []
+    stalls, computed, steps, beside = [], [], [], []
     for number in range(rounds + 1):
-        alone = job.timed(job.step)
-        contents = Contents(step=number, optimizer=job.engine.backend.optimizer_state())
-        spent = job.timed(lambda: saver.save(contents, job.engine.backend.fragments))  # noqa: B023
-        steps, done = 0, False
-        while not done:
-            spent += job.timed(job.step)
-            steps += 1
-            done = saver.poll() is not None
-        if number > 0:  # the first makes the copy's memory
-            costs.append(spent - steps * alone)
-            plain.append(alone)
+        before = _thread_seconds()
+
+        def save(number: int = number) -> Path | None:
+            return saver.save(Contents(step=number, optimizer=backend.optimizer_state()), backend.fragments)
+
+        held, cpu, path = _held(save)
+        while path is None:
+            job.step()
+            more_held, more_cpu, path = _held(saver.poll)
+            held, cpu = held + more_held, cpu + more_cpu
+        stalls.append(job.largest(held))
+        computed.append(job.largest(cpu))
+        beside.append(job.largest(_thread_seconds() - before))
+        steps.append(job.timed(job.step).seconds)
     saver.close()
-    return statistics.median(costs), statistics.median(plain)
+    first, *others = stalls
+    step = statistics.median(steps)
+    return {
+        "stall ms": statistics.median(others) * 1e3,
+        "of a step": statistics.median(others) / step,
+        "stall CPU ms": statistics.median(computed[1:]) * 1e3,
+        "first ms": first * 1e3,
+        "beside CPU s": statistics.median(beside),
+    }
 
 
-class Job:
-    """A rank's engine, and what both contestants need."""
+def _held(action: Callable[[], Result]) -> tuple[float, float, Result]:
+    """Seconds that this rank is in `action`, its thread's CPU seconds in it, and what it returned.
 
-    def __init__(self, options: argparse.Namespace):
-        from shardlab.model.build import build_model
-        from shardlab.recipe import Recipe
-        from shardlab.train.engine import Engine
+    The ranks begin together, as after a step.
+    """
+    import torch.distributed as dist
 
-        micro_batches = options.micro_batches
-        recipe = Recipe.from_dict(
-            {
-                "model": {"config": str(options.directory / "config.json")},
-                "data": {"sequence_length": SEQUENCE},
-                "train": {"precision": "fp32", "global_batch_size": RANKS * micro_batches, "steps": 1000},
-                "shard": {"backend": options.backend, "micro_batch": 1, "world_size": RANKS},
-            }
-        )
-        self.directory: Path = options.directory
-        self.engine = Engine.from_recipe(recipe)
-        model, weights = build_model(recipe.model, vocabulary=1, eos_token_id=None, sequence_length=SEQUENCE, seed=0)
-        self.engine.setup(model, weights, recipe.train.optimizer)
-        self._micro_batches = micro_batches
-
-    @property
-    def main(self) -> bool:
-        return self.engine.topology.is_main
-
-    def step(self) -> None:
-        """One step on random tokens."""
-        import torch
-
-        from shardlab.data import MicroBatch, Window
-
-        rank, step = self.engine.topology.rank, self.engine.steps_done
-        batches = []
-        for number in range(self._micro_batches):
-            row = tokens(step * self._micro_batches + number, rank, self.directory / "config.json", SEQUENCE)
-            tensors = {
-                "input_ids": row[:, :-1],
-                "targets": row[:, 1:],
-                "position_ids": torch.arange(SEQUENCE)[None],
-            }
-            batches.append(MicroBatch(tensors, rank * self._micro_batches + number))
-        self.engine.run(Window(step, tuple(batches), RANKS * self._micro_batches * SEQUENCE))
-
-    def timed(self, action: Callable[[], object]) -> float:
-        """Seconds until all ranks have done it."""
-        import torch.distributed as dist
-
-        dist.barrier()
-        started = time.perf_counter()
-        action()
-        dist.barrier()
-        return time.perf_counter() - started
-
-    def sync(self, directory: Path) -> None:
-        """Sync every file; of ours it finds nothing to do."""
-        for file in _files(directory) if self.main else ():
-            descriptor = os.open(file, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-
-    def drop(self, directory: Path) -> None:
-        """Take the files out of the page cache."""
-        import torch.distributed as dist
-
-        for file in _files(directory) if self.main else ():
-            descriptor = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-        dist.barrier()
-
-    def remove(self, directory: Path) -> None:
-        """Make room."""
-        import torch.distributed as dist
-
-        dist.barrier()
-        if self.main:
-            shutil.rmtree(directory)
-        dist.barrier()
-
-    def dd(self, size: int) -> None:
-        """Write as many bytes as a checkpoint has, by both ranks at once, and sync them."""
-        file = self.directory / f"dd-{self.engine.topology.rank}"
-        count = max(1, size // RANKS // MiB)
-        command = ["dd", "if=/dev/zero", f"of={file}", "bs=1M", f"count={count}", "conv=fsync", "status=none"]
-        subprocess.run(command, check=True)
-        file.unlink()
+    dist.barrier()
+    started, cpu = time.perf_counter(), time.thread_time()
+    result = action()
+    return time.perf_counter() - started, time.thread_time() - cpu, result
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    return (file for file in directory.rglob("*") if file.is_file())
-
-
-class Ours:
-    """Save and verified load of shardlab."""
-
-    name = ""
-
-    def __init__(self, job: Job):
-        from shardlab.checkpoint import Saver, join
-
-        self.name = f"shardlab {job.engine.plan.backend}"
-        self.directory = job.directory / "ours"
-        self._job = job
-        self._ranks = join(job.engine.topology)
-        self._saver = Saver(self.directory, self._ranks)
-
-    def save(self) -> None:
-        from shardlab.checkpoint import Contents
-
-        backend = self._job.engine.backend
-        self._saver.save(Contents(step=1, optimizer=backend.optimizer_state()), backend.fragments)
-
-    def load(self) -> None:
-        from shardlab.checkpoint import CheckpointReader, find_newest
-
-        with CheckpointReader(find_newest(self.directory, self._ranks)) as reader:
-            self._job.engine.backend.load(reader)
-
-
-class DCP:
-    """torch.distributed.checkpoint, as its users save a model and its optimizer."""
-
-    name = "DCP (fsdp)"
-
-    def __init__(self, job: Job):
-        self.directory = job.directory / "dcp"
-        self._job = job
-
-    def _state(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        model, optimizer = get_state_dict(self._job.engine.module, self._job.engine.backend.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def save(self) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        dcp.save(self._state(), checkpoint_id=self.directory)
-
-    def load(self) -> None:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import set_state_dict
-
-        state = self._state()
-        dcp.load(state, checkpoint_id=self.directory)
-        set_state_dict(
-            self._job.engine.module,
-            self._job.engine.backend.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-
-
-class DeepSpeed:
-    """The engine's own checkpoint."""
-
-    name = "DeepSpeed (zero2)"
-
-    def __init__(self, job: Job):
-        self.directory = job.directory / "deepspeed"
-        self._engine: Any = job.engine.backend
-        self._engine = self._engine._engine  # DeepSpeed's own
-
-    def save(self) -> None:
-        self._engine.save_checkpoint(str(self.directory), tag="one")
-
-    def load(self) -> None:
-        self._engine.load_checkpoint(str(self.directory), tag="one")
-
-
-Peer = DCP | DeepSpeed
-Contestant = Ours | DCP | DeepSpeed
+def _thread_seconds() -> float:
+    """CPU seconds so far of the thread that saves; 0 before there is one."""
+    threads = [thread.ident for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in threads if ident is not None)
 
 
 if __name__ == "__main__":

@@ -180,7 +180,10 @@ class ZeROBackend:
         read_held(self._state.trained(), reader)
         read_held(self._state.frozen(), reader)
         load_buffers(self._job.module, reader)
-        self._state.publish()
+        if self._device.type == "cpu" and self._job.topology.nodes == 1:
+            self._state.reload(reader)
+        else:
+            self._state.publish()
 
     def _gathered(self, parameter: nn.Parameter) -> contextlib.AbstractContextManager[Any]:
         if self._stage < 3:

@@ -2,7 +2,7 @@
 
 A stage below 3 cuts a group's concatenated tensors into equal parts; stage 3 cuts each tensor. Either way a rank's
 part of a tensor is a range of it, flattened; the padding at the ends belongs to no part. Nothing here is collective
-but `publish`.
+but `publish` and `reload`.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from shardlab.backends.optimizer_state import Owner, moments
 from shardlab.model.trainable import Trainable
 from shardlab.state.box import whole
-from shardlab.state.fragment import FROZEN, MASTER
-from shardlab.state.held import Held, held_range
+from shardlab.state.fragment import FROZEN, MASTER, StateReader
+from shardlab.state.held import Held, held_range, read_held
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,20 @@ class ZeROState:
                 box = whole(shape)
                 if box is not None:
                     yield Held(name, shape, box, {FROZEN: parameter.detach()})
+
+    def reload(self, reader: StateReader) -> None:
+        """Make the weights that compute, on a CPU of one host, where `reader` gave the masters. Bit-equal to `publish`.
+
+        Below stage 3 each rank reads the weights whole, from pages that the host has just read, for all ranks: a gather
+        over gloo takes several times as long (docs/decisions.md). Every rank calls this.
+        """
+        if self._stage == 3:
+            self.publish()
+            return
+        for name, parameter in self._module.named_trainables():
+            box = whole(tuple(self._module.shapes[name]))
+            if box is not None:
+                read_held([Held(name, tuple(self._module.shapes[name]), box, {MASTER: parameter.detach()})], reader)
 
     @torch.no_grad()
     def publish(self) -> None:

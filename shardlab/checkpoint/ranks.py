@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 from shardlab.errors import UserError
@@ -134,9 +134,13 @@ class Agreement(Generic[Value]):
 
 
 def _caller() -> str:
-    """The innermost place outside this part of the program."""
-    frame = sys._getframe(1)
-    here = Path(__file__).parent
-    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == here:
+    """The innermost place in somebody's program, or where there is none (our command) outside this part of ours."""
+    here, package = Path(__file__).parent, Path(__file__).parents[1]
+    frame: FrameType | None = sys._getframe(1)
+    places = []
+    while frame is not None:
+        places.append((Path(frame.f_code.co_filename), frame.f_lineno))
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    theirs = (place for place in places if package not in place[0].parents and place[0].is_file())
+    file, line = next(theirs, None) or next(place for place in places if place[0].parent != here)
+    return f"{file}:{line}"

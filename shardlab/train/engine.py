@@ -61,8 +61,8 @@ class Engine:
     """Trains one model by one recipe on the ranks of this job.
 
     `steps_done` counts windows, `applied` updates; `nonfinite_steps` the windows left out for a NaN or infinity.
-    `meter` measures this rank's memory, of which `base_bytes` were in use before there was a model. As a context
-    manager it closes itself, and tells its callbacks of an exception.
+    `meter` measures this rank's memory, of which `base_bytes` were in use before there was a model. `ranks` is how the
+    job agrees on what is saved. As a context manager it closes itself, and tells its callbacks of an exception.
     """
 
     def __init__(
@@ -78,6 +78,8 @@ class Engine:
         self.recipe = recipe
         self.topology = topology
         self.plan = plan
+        # Made here, where every rank comes by: a save that one rank calls alone has to find it.
+        self.ranks = join(topology, plan.timeout_seconds)
         self.applied = 0
         self.nonfinite_steps = 0
         self.meter = MemoryMeter(topology)
@@ -313,8 +315,10 @@ class Engine:
     def save(self, directory: str | Path | None = None, tokenizer: Any = None) -> Path:
         """Write a Hugging Face model directory (or an adapter directory), tensor by tensor. Every rank calls this.
 
-        Without `directory` that is `model` in `output`. Returns where it was written.
+        Without `directory` that is `model` in `output`. Returns where it was written. Raises RuntimeError that names
+        the caller where not every rank comes within `shard.timeout_seconds`.
         """
+        self.ranks.meet("save")
         chosen = self.output / "model" if directory is None else Path(directory)
         save_artifact(
             chosen,
@@ -333,12 +337,13 @@ class Engine:
     def save_state(self, root: str | Path | None = None) -> Path:
         """Save a checkpoint to go on from, in `root` (without it `checkpoints` in `output`). Every rank calls this.
 
-        Returns its directory, `step-…`, whole and verified by its hashes when older ones are deleted.
+        Returns its directory, `step-…`, whole and verified by its hashes when older ones are deleted. Raises
+        RuntimeError that names the caller where not every rank comes within `shard.timeout_seconds`.
         """
+        self.ranks.meet("save_state")  # before anything else: where no directory was given, the ranks agree on one
         chosen = self.output / DIRECTORY if root is None else Path(root)
         if self._checkpoints is None or self._checkpoints.root != chosen:
-            ranks = join(self.topology, self.plan.timeout_seconds)
-            self._checkpoints = Checkpoints(self, chosen, ranks, own_loop_identity(self.recipe))
+            self._checkpoints = Checkpoints(self, chosen, self.ranks, own_loop_identity(self.recipe))
         return self._checkpoints.save_now()
 
     def load_state(self, resume: str | Path = "auto", *, reset_schedule: bool = False) -> int:
@@ -348,8 +353,7 @@ class Engine:
         which the newest whole one is taken; "auto" is this run's own, and 0 where there is none. Raises UserError
         where the state is of another model, optimizer or schedule (which `reset_schedule` allows).
         """
-        ranks = join(self.topology, self.plan.timeout_seconds)
-        found = find_resumption(str(resume), self.output, ranks, print)
+        found = find_resumption(str(resume), self.output, self.ranks, print)
         if found is not None:
             check_resumption(found, self, own_loop_identity(self.recipe), reset_schedule=reset_schedule)
             restore(self, found)

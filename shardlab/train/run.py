@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlab import __version__
-from shardlab.checkpoint import join
 from shardlab.data import OwnData, PreparedData, Window, evaluation_batches, prepare
 from shardlab.errors import ExitCode, UserError
 from shardlab.model.build import build_model
@@ -68,12 +67,11 @@ def _train(
     recipe, main = engine.recipe, engine.topology.is_main
     if not main:
         say = _say_nothing
-    ranks = join(engine.topology, engine.plan.timeout_seconds)
     data = prepare(recipe.data)
     identity = data_identity(data, recipe)
     found = None
     if resume is not None:
-        found = find_resumption(resume, output, ranks, say)
+        found = find_resumption(resume, output, engine.ranks, say)
         if found is not None:
             check_resumption(found, engine, identity, reset_schedule=reset_schedule)
     say(describe(engine.plan))
@@ -102,7 +100,7 @@ def _train(
             Progress(recipe.train.steps, resumed_from=start),
         ]
     parent = str(found.path) if found is not None else None
-    checkpoints = Checkpoints(engine, output / DIRECTORY, ranks, identity, parent=parent, say=say)
+    checkpoints = Checkpoints(engine, output / DIRECTORY, engine.ranks, identity, parent=parent, say=say)
     checkpoints.prepare()
     run = _Run(engine, data, checkpoints)
     stop = run.loop()

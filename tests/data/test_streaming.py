@@ -85,6 +85,16 @@ def test_a_resumed_loader_goes_on_where_the_other_was(streamed, start_step):
         assert torch.equal(_global([one], "input_ids"), _global([other], "input_ids"))
 
 
+def test_lives_at_other_world_sizes_take_the_straight_runs_rows(streamed):
+    """https://github.com/huggingface/datasets/issues/7538: every rank saw the whole stream after the second resume."""
+    text, taken = streamed("text"), []
+    for start, stop, world_size, micro_batch in ((0, 3, 2, 2), (3, 5, 4, 1), (5, 12, 1, 4)):
+        ranks = [_loader(text, rank, world_size, micro_batch, start_step=start) for rank in range(world_size)]
+        lives = [_global(list(windows), "input_ids") for windows in zip(*ranks, strict=True)]
+        taken += lives[: stop - start]
+    assert torch.equal(torch.cat(taken), torch.cat([_global([window], "input_ids") for window in _loader(text)]))
+
+
 def test_an_epoch_has_every_token_once_but_for_one_at_each_chunks_border(streamed):
     text = streamed("text")
     chunks = list(text.chunks(0, seed=3))

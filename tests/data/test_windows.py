@@ -87,6 +87,19 @@ def test_a_resumed_loader_goes_on_where_the_other_was(start_step):
     assert all(_same(*pair) for pair in zip(resumed, expected, strict=True))
 
 
+def test_lives_at_other_world_sizes_take_the_straight_runs_rows():
+    """https://github.com/huggingface/transformers/issues/23099: a position in steps of one rank, not in samples.
+
+    Two ranks up to step 3, then three up to step 5, then one; over two epochs and a half.
+    """
+    rows, taken = _rows(), []
+    for start, stop, world_size, micro_batch in ((0, 3, 2, 3), (3, 5, 3, 2), (5, 6, 1, 4)):
+        ranks = [_loader(rows, rank, world_size, micro_batch, start_step=start) for rank in range(world_size)]
+        lives = [_global(list(windows), "input_ids") for windows in zip(*ranks, strict=True)]
+        taken += lives[: stop - start]
+    assert torch.equal(torch.cat(taken), torch.cat([_global([window], "input_ids") for window in _loader(rows)]))
+
+
 def test_iterating_again_gives_the_same():
     loader = _loader(_rows())
     assert all(_same(*pair) for pair in zip(loader, loader, strict=True))

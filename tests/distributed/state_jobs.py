@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlab.backends.base import Backend, OptimizerSettings
+from shardlab.backends.zero import ZeROBackend
 from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights
 from shardlab.model.lora import inject
@@ -67,6 +68,17 @@ def load(case: StateCase, state: Assembled) -> Outcome:
     with _running(case, seed=1) as (engine, topology):
         engine.load(state)
         return replace(_outcome(engine, case, topology), elements_read=state.elements_read)
+
+
+def load_and_publish(case: StateCase, state: Assembled) -> tuple[Arrays, Arrays, int]:
+    """ZeRO's weights after `load`; the same made by a gather of all ranks' masters; collectives in `load`."""
+    with _running(case, seed=1) as (engine, _):
+        assert isinstance(engine, ZeROBackend)
+        with Collectives() as counter:
+            engine.load(state)
+        loaded = whole(engine)
+        engine._state.publish()
+        return loaded, whole(engine), counter.count
 
 
 def refuse(case: StateCase, states: dict[str, Assembled]) -> dict[str, str]:

@@ -29,10 +29,14 @@ def read(reader: CheckpointReader, name: str, kind: str) -> torch.Tensor:
     return into
 
 
-@pytest.mark.parametrize(("stage", "bf16"), [(1, False), (2, False), (3, False), (1, True), (3, True)])
-def test_zero_files_become_a_checkpoint(pools: Pools, tmp_path: Path, stage: int, bf16: bool) -> None:
+CASES = [(2, 1, False), (2, 2, False), (2, 3, False), (2, 1, True), (2, 2, True), (2, 3, True)]
+CASES += [(3, 1, False), (3, 3, False)]  # 5 rows, and flat tensors, that three ranks can't share evenly
+
+
+@pytest.mark.parametrize(("ranks", "stage", "bf16"), CASES)
+def test_zero_files_become_a_checkpoint(pools: Pools, tmp_path: Path, ranks: int, stage: int, bf16: bool) -> None:
     theirs = tmp_path / "theirs"
-    pools.run(2, "tests.distributed.zero_jobs", "save_zero", directory=str(theirs), stage=stage, bf16=bf16)
+    pools.run(ranks, "tests.distributed.zero_jobs", "save_zero", directory=str(theirs), stage=stage, bf16=bf16)
     path = convert(theirs, tmp_path / "ours")
     assert path.name == "step-00000003"
     verify(path)

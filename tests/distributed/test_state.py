@@ -229,6 +229,19 @@ def test_bf16(save: Save, load: Load, source: str, distance: int) -> None:
     assert_close(loaded.first.losses, saved.first.losses, 1e-3)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("backend", ["zero1", "zero2"])
+def test_weights_that_each_rank_reads_are_those_of_a_gather(
+    save: Save, pools: Pools, backend: str, precision: str
+) -> None:
+    """On one host without accelerators no collective is needed; several hosts gather."""
+    state = save(StateCase("fsdp", precision=precision), 2).state
+    case = StateCase(backend, precision=precision)
+    for loaded, gathered, collectives in pools.run(2, JOBS, "load_and_publish", case=case, state=state):
+        assert collectives == 0
+        assert_bit_equal(loaded, gathered)
+
+
 HYBRID = StateCase("fsdp", replicas=2)
 
 

@@ -15,11 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardlab import Callback, Engine
 from shardlab.backends import zero_config
+from shardlab.checkpoint import CheckpointReader
 from shardlab.data import MicroBatch, WindowLoader, evaluation_batches, prepare_data
 from shardlab.errors import UserError
 from shardlab.recipe import load_recipe
 from shardlab.train.artifact import save_artifact
 from shardlab.train.callbacks import Evaluation, StepResult
+from shardlab.train.checkpointing import find_resumption
 from shardlab.train.run import setup_from_recipe, train
 from tests.distributed.jobs import state_elements
 from tests.train.loop import Outcome, through_engine
@@ -134,6 +136,44 @@ def own_loop_that_resumes(recipe: Path, output: Path, backend: str, stop: int) -
                 break
         engine.save_state()
     return losses
+
+
+@dataclass
+class Restored:
+    """What a rank's memory did while a checkpoint was verified and loaded, in bytes."""
+
+    grown: int  # the peak, above what was in use before
+    moments: int  # of that what stays: this rank's part of them
+    read: int
+
+
+def restored(recipe: Path, backend: str, run: Path) -> Restored:
+    """The recipe's model takes the state of the run's newest checkpoint."""
+    engine, _ = engine_of(recipe, f"shard.backend={backend}")
+    engine.meter.reset()
+    before = engine.meter.current_bytes()
+    found = find_resumption(str(run), run, engine.ranks, print)
+    assert found is not None
+    with CheckpointReader(found.path) as reader:
+        engine.backend.load(reader)
+        grown, moments = engine.meter.peak_bytes() - before, 2 * 4 * state_elements(engine.backend.optimizer)
+        outcome = Restored(grown, moments, reader.bytes_read)
+    engine.close()
+    return outcome
+
+
+def save_alone(recipe: Path, backend: str, rank: int, directory: Path) -> list[str]:
+    """One rank saves the state and the model, the other does neither; what it is told."""
+    engine, _ = engine_of(recipe, f"shard.backend={backend}", "shard.timeout_seconds=2")
+    told = []
+    if engine.topology.rank == rank:
+        for save in (engine.save_state, engine.save):
+            try:
+                save(directory)
+            except RuntimeError as error:
+                told.append(str(error))
+    engine.close()
+    return told
 
 
 def rates(recipe: Path, accumulation: int) -> list[float]:

@@ -16,8 +16,9 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardlab.checkpoint import AsyncSaver, find_newest, verify
+from shardlab.checkpoint import AsyncSaver, find_newest, read_manifest, verify
 from shardlab.errors import UserError
 from shardlab.recipe import load_recipe
 from shardlab.train.callbacks import Callback, StepResult
@@ -79,6 +80,53 @@ def test_a_run_that_moves_from_machine_to_machine(pools: Pools, tmp_path: Path) 
     assert torch.linalg.vector_norm(weights - others) <= 1e-5 * torch.linalg.vector_norm(weights)
 
 
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 257,
+    "max_position_embeddings": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def test_fused_experts_keep_their_runtime_names(pools: Pools, tmp_path: Path) -> None:
+    """On disk transformers knows one tensor an expert, in the running model one for all: that is what is sharded."""
+    with torch.random.fork_rng(devices=[]):
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**MIXTRAL)).save_pretrained(tmp_path / "theirs")
+    assert "model.layers.0.mlp.experts.gate_up_proj" not in load_file(tmp_path / "theirs" / "model.safetensors")
+    train_section = {"steps": 8, "optimizer": {"lr": 1e-2}}
+    recipe = write(tmp_path / "in", model={"config": None, "path": str(tmp_path / "theirs")}, train=train_section)
+    go(recipe, tmp_path / "straight")
+    for backend, world, stop in (("zero3", 2, 3), ("fsdp", 2, 5), ("ddp", 1, None)):
+        stopping = (f"train.stop_after={stop}", "checkpoint.every=8") if stop else ("checkpoint.every=8",)
+        run(pools, world, recipe, tmp_path / "run", backend, *stopping, resume=backend != "zero3")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "straight"), rel=1e-6)
+    newest = find_newest(tmp_path / "run")
+    shapes = {entry.name: entry.shape for entry in read_manifest(newest).tensors if entry.kind == "exp_avg"}
+    experts = {name: shape for name, shape in shapes.items() if "experts" in name}
+    assert experts == {
+        f"model.layers.{layer}.mlp.experts.{name}": shape
+        for layer in (0, 1)
+        for name, shape in (("gate_up_proj", (4, 48, 16)), ("down_proj", (4, 16, 24)))
+    }
+    ended = shardlab("checkpoint", "export", newest, tmp_path / "exported")
+    assert ended.code == 0, ended.err
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(report.values())
+    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    assert shardlab("checkpoint", "convert", tmp_path / "theirs", tmp_path / "ours").code == 0
+    resume = ("--resume", tmp_path / "ours", "--reset-schedule")
+    refused = shardlab("train", recipe, "--output", tmp_path / "other", *resume)
+    assert refused.code == 2
+    assert "lacks 6 tensors, among them model.layers.0.mlp.experts.down_proj: it is of another model" in refused.err
+
+
 @pytest.mark.parametrize("backend", ["ddp", "zero3"])
 def test_a_users_own_loop_goes_on(pools: Pools, tmp_path: Path, backend: str) -> None:
     """`save_state` and `load_state`; the loader passes over what was trained on."""
@@ -92,6 +140,22 @@ def test_a_users_own_loop_goes_on(pools: Pools, tmp_path: Path, backend: str) ->
     ]
     assert [len(life) for life in lives] == [3, 2, 3]
     assert [loss for life in lives for loss in life] == straight
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_save_by_one_rank_alone_names_its_caller(pools: Pools, tmp_path: Path, backend: str, rank: int) -> None:
+    """Within the time-out, and not into a collective of the training. Nothing is written."""
+    recipe = write_recipe(tmp_path, train={"global_batch_size": 4, "steps": 8}, shard={"micro_batch": 2})
+    arguments = {"recipe": recipe, "backend": backend, "rank": rank, "directory": tmp_path / "out"}
+    told = pools.run(2, "tests.train.jobs", "save_alone", **arguments)
+    assert told[1 - rank] == []
+    assert len(told[rank]) == 2
+    for message, what in zip(told[rank], ("save_state", "save"), strict=True):
+        assert message.startswith(f"rank {rank} called {what} at ")
+        assert f"{Path(__file__).parent / 'jobs.py'}:" in message
+        assert "not all ranks did within 2 s; every rank has to call it" in message
+    assert not (tmp_path / "out").exists()
 
 
 class FillDisk(Callback):
