@@ -155,11 +155,12 @@ def test_calibrated_rates_are_shared_by_the_ranks_of_a_cpu() -> None:
     figures = {"products": {"fp32": 10.0}, "attention": {"fp32": 4.0}, "memory": 6.0, "stream": 6.0, "operation": 1.0}
     two = {"threads": 2, "hop": 1.0, "link": {"all-reduce": 8.0}, **figures}
     by_ranks = {"1": {"threads": 4, **figures}, "2": two}
-    assert rates_of(by_ranks, 1, 4, "", 0.1).products["fp32"] == 10.0
-    assert rates_of(by_ranks, 2, 4, "", 0.1).products["fp32"] == 10.0
-    four, eight = (rates_of(by_ranks, ranks, 4, "", 0.1) for ranks in (4, 8))
+    assert rates_of(by_ranks, 1, 4, "", 0.1, {"both": 7.0}).products["fp32"] == 10.0
+    assert rates_of(by_ranks, 2, 4, "", 0.1, {"both": 7.0}).products["fp32"] == 10.0
+    four, eight = (rates_of(by_ranks, ranks, 4, "", 0.1, {"both": 7.0}) for ranks in (4, 8))
     assert (four.products["fp32"], four.memory, four.link["all-reduce"], four.operation) == (5.0, 3.0, 4.0, 1.0)
     assert (eight.products["fp32"], eight.operation) == (2.5, 2.0)  # two ranks take turns on a core
+    assert four.disk == 7.0
 
 
 LLAMA: dict[str, Any] = {
