@@ -7,14 +7,18 @@ another machine's figures, and the report says so.
 
 import argparse
 import math
+import os
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from plan_accuracy import Cell, run_cell
-from report import Report, Target, say
+from cells import Cell
+from kept import Kept
+from report import Report, Target
 
 from shardlab.planner import calibration
 
@@ -53,45 +57,61 @@ def main() -> int:
     parser.add_argument("--size", choices=("30m", "tiny"), default="30m", help="tiny shows only that it runs")
     parser.add_argument("--steps", type=int, default=8, help="of each run; the first two are not timed")
     parser.add_argument("--only", default="", help="cells whose line contains this, such as zero3 or bf16")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="keep rows there; cells in it are not run again")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     options = parser.parse_args()
     chosen = [cell for cell in (TINY if options.size == "tiny" else CELLS) if options.only in str(cell)]
-    measure(chosen, options.steps).print(options.json)
-    return 0
+    kept = Kept(options.results)
+    measure(chosen, options.steps, kept).print(options.json)
+    return 1 if kept.failed else 0
 
 
-def measure(chosen: list[Cell], steps: int) -> Report:
-    """Run every cell, one after another."""
+def measure(chosen: list[Cell], steps: int, kept: Kept) -> Report:
+    """Run every cell that is not among `kept`, one after another."""
     source = calibration.MEASURED if calibration.read() is not None else calibration.OTHERS
     report = Report(
         "Predicted and measured seconds of an optimizer step",
-        {"cell": "", "measured s": ".3f", "predicted s": ".3f", "predicted / measured": ".2f"},
+        {"cell": "", "measured s": ".3f", "predicted s": ".3f", "predicted / measured": ".2f", "load": ".1f"},
         notes=[f"rates: {source}"],
     )
-    with tempfile.TemporaryDirectory() as directory:
-        for cell in chosen:
-            report.rows.append(_row(cell, Path(directory), steps))
+    done: list[Cell] = []
+    for cell in chosen:
+        row = kept.row(str(cell), partial(_row, cell, steps, source))
+        if row is not None:
+            done.append(cell)
+            report.rows.append(row)
+    report.notes = [*report.notes, *_others(report.rows, source), *(f"failed: {one}" for one in kept.failed)]
+    if not report.rows:
+        return report
     off = sorted(abs(math.log(row["predicted / measured"])) for row in report.rows)
     report.targets = [
         Target("share of cells further off than stated", _outside(report.rows, WITHIN[source]), 0.1),
         Target("median factor between predicted and measured", math.exp(off[len(off) // 2]), 1 + WITHIN[source]),
     ]
-    lost = _lost(chosen, report.rows)
+    lost = _lost(done, report.rows)
     if lost is not None:
         report.targets.append(Target("time of the plan foreseen as fastest, by the fastest's, at worst", lost, 1.1))
     return report
 
 
-def _row(cell: Cell, directory: Path, steps: int) -> dict[str, Any]:
-    say(f"{cell} ...")
-    summary = run_cell(cell, directory, steps)
+def _row(cell: Cell, steps: int, source: str) -> dict[str, Any]:
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as directory:
+        summary = cell.train(Path(directory), steps)
     measured, predicted = summary["seconds_per_step"], summary["predicted_seconds_per_step"]
     return {
-        "cell": str(cell),
         "measured s": measured,
         "predicted s": predicted,
         "predicted / measured": predicted / measured,
+        "load": load,
+        "rates": source,
     }
+
+
+def _others(rows: Sequence[Mapping[str, Any]], source: str) -> list[str]:
+    """Rows that were kept from before this machine was calibrated can't stand beside those after."""
+    other = [str(row["cell"]) for row in rows if row["rates"] != source]
+    return [f"predicted by other rates: {', '.join(other)}"] if other else []
 
 
 def _outside(rows: list[Any], error: float) -> float:

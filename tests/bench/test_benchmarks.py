@@ -50,6 +50,16 @@ def test_cost_accuracy() -> None:
     assert row["predicted / measured"] == pytest.approx(row["predicted s"] / row["measured s"])
 
 
+def test_rows_that_are_kept_are_not_measured_again(tmp_path: Path) -> None:
+    """A figure that no run gives comes from the file."""
+    row = {"cell": "tiny ddp x1 fp32 1 x 1", "measured s": 2.0, "predicted s": 3.0, "predicted / measured": 1.5}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({**row, "load": 0.0, "rates": "another machine's"}) + "\n")
+    result = report("cost_accuracy.py", "--size", "tiny", "--results", str(file))
+    assert [found["measured s"] for found in result["rows"]] == [2.0]
+    assert "predicted by other rates: tiny ddp x1 fp32 1 x 1" in result["notes"]
+
+
 def test_attention() -> None:
     result = report("attention.py", "--rounds", "1", "--shapes", "4 x 4 x 256 x 64")
     assert len(result["rows"]) == 4
