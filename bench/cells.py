@@ -39,7 +39,7 @@ SEQUENCE = 256
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. `offload`: what the backend can."""
+    """One run. `offload`: what the backend can. `saving`: a checkpoint in the background after each step."""
 
     model: str
     backend: str
@@ -50,11 +50,13 @@ class Cell:
     accumulation: int = 1
     offload: bool = False
     loop: str = "shardlab"
+    saving: bool = False
 
     def __str__(self) -> str:
         what = [] if self.loop == "shardlab" else [self.loop]
         what += [self.model, self.backend, f"x{self.ranks}", self.precision]
         what += [f"recompute {self.recompute}"] * (self.recompute != "none") + ["offload"] * self.offload
+        what += ["saving"] * self.saving
         return " ".join([*what, f"{self.micro_batch} x {self.accumulation}"])
 
     def write_recipe(self, directory: Path, steps: int) -> Path:
@@ -80,7 +82,7 @@ class Cell:
                 "recompute": self.recompute,
                 "offload": dict.fromkeys(moved, "cpu") if self.offload else {},
             },
-            "checkpoint": {"every": None},
+            "checkpoint": {"every": 1 if self.saving else None, "keep": 1},
         }
 
     def run(self, command: list[Any]) -> str:
@@ -126,6 +128,10 @@ def memory_cells() -> Iterator[Cell]:
     yield Cell("qwen2-tied", "zero2", micro_batch=4)
     yield Cell("qwen2-tied", "fsdp", precision="bf16", micro_batch=4)
     yield Cell("gpt2", "zero2", precision="bf16", accumulation=4)
+    for backend in ("ddp", "fsdp", "zero2", "zero3"):
+        yield Cell("llama", backend, saving=True)
+    yield Cell("llama", "fsdp", precision="bf16", saving=True)
+    yield Cell("llama", "ddp", ranks=1, saving=True)
 
 
 def plain_cells() -> Iterator[Cell]:

@@ -42,7 +42,8 @@ def measure(chosen: list[Cell], kept: Kept) -> Report:
     report = Report(
         f"Predicted and measured peak memory of a rank, MiB above the libraries' base: sequence {SEQUENCE}",
         {"cell": "", "tensors": ".0f", "low": ".0f", "middle": ".0f", "high": ".0f", "measured": ".0f",
-         "error %": "+.1f", "inside": "", "DeepSpeed's": ".0f", "Accelerate's": ".0f"},
+         "error %": "+.1f", "inside": "", "building": ".0f", "its low": ".0f", "its high": ".0f",
+         "writing": ".0f", "its lowest": ".0f", "its highest": ".0f", "DeepSpeed's": ".0f", "Accelerate's": ".0f"},
         notes=["DeepSpeed's: its estimator's memory of a GPU and a CPU's share together, 16-bit weights, states only. "
                "Accelerate's: weights, gradients and Adam in fp32, for one process."],
     )  # fmt: skip
@@ -65,25 +66,38 @@ def measure(chosen: list[Cell], kept: Kept) -> Report:
 
 def _row(cell: Cell) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
-        predicted, measured = (_ours if cell.loop == "shardlab" else _plain)(cell, Path(directory))
+        predicted, measured, around = (_ours if cell.loop == "shardlab" else _plain)(cell, Path(directory))
     return {
         **{key: predicted[key] / MiB for key in ("tensors", "low", "middle", "high")},
         "measured": measured / MiB,
         "error %": 100 * (predicted["middle"] / measured - 1),
         "inside": "yes" if predicted["low"] <= measured <= predicted["high"] else "NO",
+        **around,
         "DeepSpeed's": _deepspeed(cell),
         "Accelerate's": _accelerate(cell),
     }
 
 
-def _ours(cell: Cell, directory: Path) -> tuple[dict[str, Any], int]:
-    """What a run of `shardlab train` predicted, and the peak of the rank with the larger one."""
+def _around(summary: dict[str, Any]) -> dict[str, float]:
+    """MiB of the rank that took most while the model was built, and while it was written at the end."""
+    figures = {}
+    columns = {"building": ("its low", "its high"), "writing": ("its lowest", "its highest")}
+    for what, (low, high) in columns.items():
+        peaks, predicted = summary[f"{what}_memory_bytes"], summary["predicted_memory_bytes"]["around"][what]
+        above = [peak - base for base, peak in zip(summary["base_memory_bytes"], peaks, strict=True)]
+        figures |= {what: max(above) / MiB, low: predicted["low"] / MiB, high: predicted["high"] / MiB}
+    return figures
+
+
+def _ours(cell: Cell, directory: Path) -> tuple[dict[str, Any], int, dict[str, float]]:
+    """What a run of `shardlab train` predicted, the peak of the rank with the larger one, and the same around them."""
     summary = cell.train(directory, STEPS)
     bases, peaks = summary["base_memory_bytes"], summary["peak_memory_bytes"]
-    return summary["predicted_memory_bytes"], max(peak - base for base, peak in zip(bases, peaks, strict=True))
+    peak = max(peak - base for base, peak in zip(bases, peaks, strict=True))
+    return summary["predicted_memory_bytes"], peak, _around(summary)
 
 
-def _plain(cell: Cell, directory: Path) -> tuple[dict[str, Any], int]:
+def _plain(cell: Cell, directory: Path) -> tuple[dict[str, Any], int, dict[str, float]]:
     """The same of a loop that is not ours."""
     recipe, emitted = cell.write_recipe(directory, STEPS), directory / "emitted"
     plan = [sys.executable, "-m", "shardlab", "plan", recipe, "--nproc", cell.ranks, "--loop", cell.loop, "--json"]
@@ -95,7 +109,7 @@ def _plain(cell: Cell, directory: Path) -> tuple[dict[str, Any], int]:
     settings.write_text(json.dumps({**asked, "model": MODELS[cell.model], "sequence_length": SEQUENCE}))
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", cell.ranks] if cell.ranks > 1 else []
     cell.run([sys.executable, *ranks, Path(__file__).with_name("plain_loop.py"), settings, result])
-    return predicted, max(json.loads(result.read_text())["peaks"])
+    return predicted, max(json.loads(result.read_text())["peaks"]), {}
 
 
 def _model(cell: Cell) -> Any:

@@ -74,6 +74,7 @@ Kind = Literal[
     "logits",
     "communication",
     "temporaries",
+    "snapshot",
     "libraries",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -195,6 +196,40 @@ class Disk:
 
 
 @dataclass(frozen=True)
+class Phase:
+    """A part of a run beside its steps: the process's memory above its libraries, of the rank that takes most.
+
+    In the memory that computes it lies between `low` and `high`; `host` is on the host, where that is another memory.
+    """
+
+    low: int
+    high: int
+    host: int = 0
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a run takes before, beside and after its steps.
+
+    `building`: until the backend has the model, its weights made or read. `writing`: while the model is written at the
+    end. `snapshot`: bytes of host memory on a rank that a save in the background copies into, kept from the first one
+    on. On the disk, over all ranks: `checkpoint` is one, of which there are `checkpoints` at most at once; `model`.
+    """
+
+    building: Phase
+    writing: Phase
+    snapshot: int
+    checkpoint: int
+    checkpoints: int
+    model: int
+
+    @property
+    def disk(self) -> int:
+        """Bytes that the run leaves room for, at most at once."""
+        return self.checkpoint * self.checkpoints + self.model
+
+
+@dataclass(frozen=True)
 class Footprint:
     """Predicted peak of one rank.
 
@@ -212,3 +247,30 @@ class Footprint:
     libraries: int  # beside the tensors, in the same memory: code and its data, or a device's context
     host_libraries: int  # with an accelerator: the same of the process on the host
     disk: Disk | None = None  # of a backend that keeps its state in files
+    around: Around | None = None  # beside the steps; of our own loop
+
+    @property
+    def highest(self) -> int:
+        """The upper end over the whole run, in the memory that computes."""
+        around = self.around
+        return self.high if around is None else max(self.high, around.building.high, around.writing.high)
+
+    @property
+    def where(self) -> str:
+        """In what part of the run the upper end is that high."""
+        if self.around is not None and self.highest > self.high:
+            building = self.around.building.high == self.highest
+            return "building of the model" if building else "writing of the model at the end"
+        return self.moment
+
+    @property
+    def surely(self) -> int:
+        """The lower end of the same."""
+        around = self.around
+        return self.low if around is None else max(self.low, around.building.low, around.writing.low)
+
+    @property
+    def on_host(self) -> int:
+        """The most on the host over the whole run, where that is another memory; without the libraries."""
+        around, steps = self.around, sum(self.host.values())
+        return steps if around is None else max(steps, around.building.host, around.writing.host)

@@ -47,7 +47,8 @@ class DDPBackend:
         self._mixed = job.plan.precision == "bf16"
         module = job.module
         # Masters are made before the weights that compute: they keep the initial values' fp32 bits.
-        Materializer(module, weights, self._device).materialize(module)
+        frozen = torch.bfloat16 if self._mixed else torch.float32
+        Materializer(module, weights, self._device, frozen=frozen).materialize(module)
         move_buffers(module, self._device)
         names = [name for name, _ in module.named_trainables()]
         masters = [parameter for _, parameter in module.named_trainables()]

@@ -10,7 +10,17 @@ it, for as long as the run lasts, and there is no copy.
 from collections.abc import Iterator
 from itertools import product
 
-from shardlab.backends.placement import Setting, moment, shares_memory, span_name, trained, update_temporaries
+from shardlab.backends.placement import (
+    FP32,
+    Setting,
+    Standing,
+    largest,
+    moment,
+    shares_memory,
+    span_name,
+    trained,
+    update_temporaries,
+)
 from shardlab.plan import ROOT, Bytes, Kind, Moment, ParameterShape, Span
 
 GRADIENTS = "units"
@@ -19,6 +29,11 @@ GRADIENTS = "units"
 def footprint(setting: Setting) -> Iterator[Moment]:
     """Shards of masters, gradients and moments; one or two units whole at a time."""
     yield from _Sharded(setting).moments()
+
+
+def standing(setting: Setting) -> Standing:
+    """Shards; before that one unit after another whole, and one tensor after another at the end."""
+    return _Sharded(setting).standing()
 
 
 class _Sharded:
@@ -70,14 +85,32 @@ class _Sharded:
             most = max(most, total)
         return most
 
-    def moments(self) -> Iterator[Moment]:
-        """Of a micro-batch and of the update, in order."""
+    def _shards(self) -> dict[Kind, int]:
         everything, trainable = self._model.parameters, trained(self._model.parameters)
-        shards: dict[Kind, int] = {
+        return {
             "parameters": self._shard(everything) * self._setting.state_size,
             "moments": self._shard(trainable) * self._setting.state_size * self._setting.states,
             "communication": self._shared_memory(),
         }
+
+    def standing(self) -> Standing:
+        shards, model = self._shards(), self._model
+        frozen = sum(self._shard((p,)) for p in model.parameters if not p.trainable)
+        kept = self._shard(trained(model.parameters)) * (1 + self._setting.states) + frozen
+        unit = max(sum(p.numel for p in model.unit(one)) for one in range(model.embedding + 1))
+        return Standing(
+            resident={} if self._offload else shards,
+            host=shards if self._offload else {},
+            # A unit is whole, then its shards are copied out of it.
+            building=(0 if self._offload else shards["parameters"]) + unit * FP32,
+            saved=-(-kept * FP32 // self._setting.plan.replicas),
+            copied=True,
+            passing=2 * largest(model.parameters) * FP32,  # gathered by ranks, then put together
+        )
+
+    def moments(self) -> Iterator[Moment]:
+        """Of a micro-batch and of the update, in order."""
+        trainable, shards = trained(self._model.parameters), self._shards()
         gradients = self._shard(trainable) * self._setting.state_size
         resident, host = (dict[Kind, int](), shards | {"gradients": gradients}) if self._offload else (shards, {})
         collected = gradients if self._setting.plan.accumulation > 1 and not self._offload else 0

@@ -8,14 +8,23 @@ from shardlab.model.trainable import Trainable
 
 
 class Materializer:
-    """Gives parameters their initial values, each tied one once, whatever the order of the units."""
+    """Gives parameters their initial values, each tied one once, whatever the order of the units.
+
+    `frozen`: the type of what is not trained, if it is another: converted later it would first be there as `dtype`.
+    """
 
     def __init__(
-        self, trainable: Trainable, weights: Weights, device: torch.device, dtype: torch.dtype = torch.float32
+        self,
+        trainable: Trainable,
+        weights: Weights,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        frozen: torch.dtype | None = None,
     ):
         self._weights = weights
         self._device = device
         self._dtype = dtype
+        self._frozen = frozen or dtype
         self._originals = list(trainable.named_canonical())  # kept, so that no other object takes one's id
         self._names = {id(parameter): name for name, parameter in self._originals}
         self._made: dict[int, nn.Parameter] = {}
@@ -31,7 +40,8 @@ class Materializer:
         key = id(parameter)
         if key not in self._made:
             value = self._weights.tensor(self._names[key]) if parameter.is_meta else parameter.detach()
-            dtype = self._dtype if value.is_floating_point() else value.dtype
+            wanted = self._dtype if parameter.requires_grad else self._frozen
+            dtype = wanted if value.is_floating_point() else value.dtype
             # FSDP2 refuses a tensor that is not contiguous, and ZeRO flattens each: so none is, on any backend.
             value = value.to(self._device, dtype).contiguous()
             self._made[key] = nn.Parameter(value, requires_grad=parameter.requires_grad)

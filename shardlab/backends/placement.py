@@ -47,6 +47,30 @@ def shares_memory(setting: Setting) -> bool:
     return ours and setting.plan.shared_memory and ranks > 1
 
 
+@dataclass(frozen=True)
+class Standing:
+    """What a backend holds on a rank outside of its steps, in bytes.
+
+    `resident` and `host` (see `Moment`) stand between two steps; `building` is the highest point of `prepare`, in the
+    memory that computes. `saved` is what the rank writes of a checkpoint, the most over the ranks. At the end the first
+    rank collects tensors of the model: `copied` says that they are not views of what stands, and `passing` is what each
+    takes on its way.
+    """
+
+    resident: Bytes
+    host: Bytes
+    building: int
+    saved: int
+    copied: bool
+    passing: int
+
+
+def stored(setting: Setting, frozen_size: int) -> int:
+    """Bytes of a checkpoint, over all ranks: masters and the optimizer's states in fp32, frozen weights as they are."""
+    model = setting.model
+    return model.numel(trainable=True) * FP32 * (1 + setting.states) + model.numel(trainable=False) * frozen_size
+
+
 def moment(name: str, *parts: Bytes, host: Bytes | None = None) -> Moment:
     """The sum of `parts` as a moment."""
     total: dict[Kind, int] = {}

@@ -74,10 +74,10 @@ class ZeROBackend:
     def _materialize(self, config: dict[str, Any], weights: Weights) -> None:
         """Stage 3: one unit after another, each partitioned at once. Below, every rank holds the parameters whole."""
         module = self._job.module
-        # Stage 3 takes the parameters' type as it finds it; below, the engine casts.
-        bf16 = self._stage == 3 and self._job.plan.precision == "bf16"
-        dtype = torch.bfloat16 if bf16 else torch.float32
-        materializer = Materializer(module, weights, self._device, dtype)
+        # Stage 3 takes the parameters' type as it finds it; below, the engine casts what is trained.
+        frozen = torch.bfloat16 if self._job.plan.precision == "bf16" else torch.float32
+        dtype = frozen if self._stage == 3 else torch.float32
+        materializer = Materializer(module, weights, self._device, dtype, frozen)
         units = [*module.blocks, *([module.tail] if module.tail is not None else []), module]
         for unit in units if self._stage == 3 else [module]:
             materializer.materialize(unit)

@@ -11,10 +11,12 @@ from shardlab.backends.placement import (
     BF16,
     FP32,
     Setting,
+    Standing,
     largest,
     moment,
     span_name,
     spans,
+    stored,
     trained,
     update_temporaries,
 )
@@ -31,26 +33,59 @@ def footprint(setting: Setting) -> Iterator[Moment]:
         yield from _whole_weights(setting, stage)
 
 
-def _whole_weights(setting: Setting, stage: int) -> Iterator[Moment]:
-    world, size = setting.plan.world_size, setting.compute_size
-    trainable = setting.model.numel(trainable=True)
-    flat = -(-trainable // (2 * world)) * 2 * world
-    part = flat // world
-    frozen = setting.model.numel(trainable=False)
-    resident: dict[Kind, int] = {"parameters": (flat + frozen) * size}
+def standing(setting: Setting) -> Standing:
+    """Outside of steps; every tensor that is written at the end is a copy."""
+    model, size, world = setting.model, setting.compute_size, setting.plan.world_size
+    biggest = largest(model.parameters)
+    if setting.plan.backend == "zero3":
+        resident, host = _Stage3(setting).resident()
+        made = max(sum(p.numel for p in model.unit(unit)) for unit in range(model.embedding + 1)) * size
+        each = FP32 * (1 + setting.states)
+        saved = sum(-(-p.numel // world) * (each if p.trainable else size) for p in model.parameters)
+        # A unit is whole while it is partitioned; of the next one a tensor has just been made in fp32.
+        building = resident.get("parameters", 0) + made + biggest * FP32
+        return Standing(resident, host, building, saved, copied=True, passing=biggest * size)
+    resident, host = _stands(setting, int(setting.plan.backend[-1]))
+    trainable, everything = model.numel(trainable=True), model.numel()
+    # What is trained is made in fp32, then cast; its flat copy is made while it is there.
+    building = max(trainable * FP32 + (everything - trainable) * size, (everything + trainable) * size)
+    saved = -(-stored(setting, size) // world)
+    return Standing(resident, host, building, saved, copied=True, passing=0)
+
+
+def _flat(setting: Setting) -> int:
+    """Elements of what is trained, padded for the ranks to share."""
+    unit = 2 * setting.plan.world_size
+    return -(-setting.model.numel(trainable=True) // unit) * unit
+
+
+def _stands(setting: Setting, stage: int) -> tuple[dict[Kind, int], dict[Kind, int]]:
+    """Of stages 1 and 2 between two steps: in the memory that computes, and on the host."""
+    size, flat = setting.compute_size, _flat(setting)
+    part = flat // setting.plan.world_size
+    resident: dict[Kind, int] = {"parameters": (flat + setting.model.numel(trainable=False)) * size}
     state: dict[Kind, int] = {"masters": part * FP32, "moments": part * FP32 * setting.states}
     offload = setting.plan.offload.optimizer == "cpu"
     if offload:
         big = largest(trained(setting.model.parameters)) * size
         state |= {"gradients": part * FP32, "temporaries": part * size + big}
         resident["temporaries"] = big
-    host: Bytes = state if setting.accelerator and offload else {}
+    host = state if setting.accelerator and offload else {}
     if not host:
         resident = {kind: resident.get(kind, 0) + state.get(kind, 0) for kind in {**resident, **state}}
+    if stage == 1 and size == BF16:
+        resident["gradients"] = resident.get("gradients", 0) + flat * FP32
+    return resident, host
+
+
+def _whole_weights(setting: Setting, stage: int) -> Iterator[Moment]:
+    size, trainable = setting.compute_size, setting.model.numel(trainable=True)
+    part = _flat(setting) // setting.plan.world_size
+    offload = setting.plan.offload.optimizer == "cpu"
+    resident, host = _stands(setting, stage)
     bucket = bucket_elements(setting.model.numel()) * FP32
     in_place = stage == 1 and size == BF16
     if in_place:
-        resident["gradients"] = resident.get("gradients", 0) + flat * FP32
         yield from spans(setting, resident, host)
     elif stage == 1:
         yield from _stage_1(setting, resident, host)
@@ -115,10 +150,11 @@ class _Stage3:
         self._size = setting.compute_size
         self._bucket = bucket_elements(setting.model.numel())
 
-    def moments(self) -> Iterator[Moment]:
+    def resident(self) -> tuple[dict[Kind, int], dict[Kind, int]]:
+        """What is always there: in the memory that computes, and on the host."""
         setting, model, world = self._setting, self._setting.model, self._world
         parts = sum(-(-p.numel // world) for p in model.parameters)
-        trainable = sum(-(-p.numel // world) for p in trained(model.parameters))
+        trainable = self._trainable()
         weights: dict[Kind, int] = {"parameters": parts * self._size}
         state: dict[Kind, int] = {
             "masters": trainable * FP32,
@@ -132,10 +168,19 @@ class _Stage3:
         host: dict[Kind, int] = {}
         for what, place in ((weights, setting.plan.offload.parameters), (state, setting.plan.offload.optimizer)):
             (host if setting.accelerator and place == "cpu" else resident).update(what)
+        return resident, host
+
+    def _trainable(self) -> int:
+        """Elements of the rank's shards of what is trained."""
+        return sum(-(-p.numel // self._world) for p in trained(self._setting.model.parameters))
+
+    def moments(self) -> Iterator[Moment]:
+        setting, model = self._setting, self._setting.model
+        resident, host = self.resident()
         for span in setting.timeline:
             own: Bytes = {"communication": self._gathered(span)}
             yield moment(span_name(span, model), resident, own, span.peak, host=host)
-        passing = _update(setting, trainable, -(-largest(trained(model.parameters)) // world))
+        passing = _update(setting, self._trainable(), -(-largest(trained(model.parameters)) // self._world))
         yield moment("the first update", resident, {"temporaries": passing}, host=host)
 
     def _gathered(self, span: Span) -> int:

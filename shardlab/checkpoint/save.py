@@ -98,12 +98,6 @@ class Saver:
         draft = self.begin(contents, fragments)
         return run_course(self.course(draft, parts_of(fragments(), self.file_bytes)), self.ranks)
 
-    def check_space(self, needed_bytes: int) -> None:
-        """Before training: raise UserError if `needed_bytes` (over all ranks) are not free. Collective."""
-        with Agreement[None](self.ranks):
-            if self.ranks.rank == 0:
-                self._require_space(needed_bytes, "a checkpoint")
-
     def trial(self) -> None:
         """Before training: write, sync, rename and read back a small file on each rank. Collective.
 

@@ -35,7 +35,7 @@ def reasons(found: Survey) -> Iterator[tuple[Candidate, str]]:
         if candidate is best:
             continue
         if not candidate.fits:
-            yield candidate, f"does not fit, {over(candidate.left_bytes)}, in the {candidate.footprint.moment}"
+            yield candidate, f"does not fit, {over(candidate.left_bytes)}, in the {candidate.footprint.where}"
         elif best is None or best.cost is None or candidate.cost is None:
             yield candidate, "fits, and comes later by the rule"
         else:

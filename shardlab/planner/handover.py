@@ -202,14 +202,14 @@ def commands(found: Survey, plan: Plan, directory: Path) -> dict[str, list[str]]
 
 def _readme(candidate: Candidate, found: Survey, directory: Path) -> str:
     plan, footprint = candidate.plan, candidate.footprint
-    low, high = footprint.low + footprint.libraries, footprint.high + footprint.libraries
+    low, high = footprint.surely + footprint.libraries, footprint.highest + footprint.libraries
     lines = [
         f"# {name(plan)}, {plan.precision}, {plan.world_size} x {found.machine.name}",
         "",
         f"micro_batch {plan.micro_batch} x accumulation {plan.accumulation} x {plan.world_size} ranks = "
         f"{plan.global_batch_size} sequences of {found.recipe.data.sequence_length} tokens in a step.",
         f"Predicted peak of a rank: {gib(low)} to {gib(high)} GiB of {gib(found.machine.memory_bytes)}, in the "
-        f"{footprint.moment}, for {LOOPS[found.loop]}.",
+        f"{footprint.where}, for {LOOPS[found.loop]}.",
         *_other_loop(found),
         "",
         "Paths start at the directory that `shardlab plan` was called in: type these there.",

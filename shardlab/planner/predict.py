@@ -14,11 +14,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardlab.backends import ddp_footprint, fsdp_footprint, plain_footprint, zero_footprint
-from shardlab.backends.placement import Setting
+from shardlab.backends.placement import Setting, moment
 from shardlab.backends.stream import footprint as stream_footprint
 from shardlab.model.shape import model_shape
 from shardlab.model.trainable import Trainable
-from shardlab.plan import ROOT, Footprint, Loop, ModelShape, Moment, ParameterShape, Plan, Timeline
+from shardlab.plan import ROOT, Bytes, Footprint, Loop, ModelShape, Moment, ParameterShape, Plan, Timeline
+from shardlab.planner.around import Saving, around, snapshot_bytes, standing
 from shardlab.planner.cost import Cost, cost
 from shardlab.planner.machine import Machine
 from shardlab.planner.plain import PlainLoop, casts, weights_precision
@@ -61,10 +62,13 @@ class Predictor:
         *,
         accelerator: bool = False,
         loop: Loop = "shardlab",
+        saving: Saving | None = None,
     ):
+        """Without `saving` nothing is known of what comes around the steps."""
         self.shape = model_shape(module)
         self.block_class = type(module.blocks[0]).__name__ if module.blocks else ""
         self.loop = loop
+        self.saving = saving
         self._module = module
         self._tracer = Tracer(module)
         self._batch = batch
@@ -117,8 +121,19 @@ class Predictor:
         return replace(self.shape, parameters=tuple(parameters))
 
     def moments(self, plan: Plan) -> list[Moment]:
-        """Every point of a step that could be the highest."""
-        return placed(self._setting(plan))
+        """Every point of a step that could be the highest, the copy for a save beside it."""
+        return self._moments(self._setting(plan))
+
+    def _moments(self, setting: Setting) -> list[Moment]:
+        found, saving = placed(setting), self.saving
+        stands = standing(setting)
+        if saving is None or stands is None or not saving.copies:
+            return found
+        copy: Bytes = {"snapshot": stands.saved}
+        if not saving.during:  # the last step is the first to be saved: nothing but what stands is beside it
+            found = [*found, moment("the copy for the save", stands.resident, host=stands.host)]
+        last = len(found) - 1
+        return [_with_copy(m, copy, setting) if saving.during or i == last else m for i, m in enumerate(found)]
 
     def window_bytes(self, plan: Plan) -> int:
         """Of backend stream: one hidden state of every micro-batch of a window."""
@@ -130,11 +145,16 @@ class Predictor:
         return cost(self._setting(plan), machine, tokens)
 
     def footprint(self, plan: Plan) -> Footprint:
-        """The highest of them, and the process's memory there."""
-        peak = max(self.moments(plan), key=lambda moment: moment.total)
+        """The highest of them, and the process's memory there; and what is around the steps."""
+        setting = self._setting(plan)
+        peak = max(self._moments(setting), key=lambda moment: moment.total)
         found = _process(peak, plan, accelerator=self._accelerator, loop=self.loop)
+        if self.saving is not None:
+            term = _term(plan, accelerator=self._accelerator, loop=self.loop)
+            beside = round(term["bytes"] + term["spread_bytes"])
+            found = replace(found, around=around(setting, self.saving, beside, term["spread_share"]))
         if plan.backend == "stream":
-            return replace(found, disk=stream_footprint.disk(self._setting(plan)))
+            return replace(found, disk=stream_footprint.disk(setting))
         return replace(found, low=max(0, found.low - self._dropped(plan)))
 
     def _dropped(self, plan: Plan) -> int:
@@ -154,19 +174,38 @@ def placed(setting: Setting) -> list[Moment]:
     return list(part.footprint(setting))
 
 
-def floor_bytes(model: nn.Module, plan: Plan, optimizer: AdamW | SGD, *, accelerator: bool) -> int:
-    """State alone, without a trace: what a rank needs at the very least, in the memory that computes."""
+def untraced(model: nn.Module, plan: Plan, optimizer: AdamW | SGD, *, accelerator: bool) -> Setting:
+    """Of any module, its state alone: for what follows from that."""
     shapes = [ParameterShape(name, tuple(p.shape), p.requires_grad, ROOT) for name, p in model.named_parameters()]
     shape = ModelShape(tuple(shapes), 0, has_tail=False)
-    setting = Setting(shape, plan, states_per_element(optimizer), (), accelerator)
-    return max(moment.total for moment in placed(setting))
+    return Setting(shape, plan, states_per_element(optimizer), (), accelerator)
+
+
+def floor_bytes(setting: Setting, saving: Saving) -> int:
+    """What a rank needs at the very least, in the memory that computes."""
+    copy = snapshot_bytes(setting, saving) if saving.during and not setting.accelerator else 0
+    return max(moment.total for moment in placed(setting)) + copy
+
+
+def _with_copy(moment: Moment, copy: Bytes, setting: Setting) -> Moment:
+    """`copy` is on the host, which on a CPU is the memory that computes."""
+    if setting.accelerator:
+        return replace(moment, host={**moment.host, **copy})
+    return replace(moment, bytes={**moment.bytes, **copy})
+
+
+def _term(plan: Plan, *, accelerator: bool, loop: Loop) -> dict[str, float]:
+    """See `process.json`."""
+    ours = "alone" if plan.world_size == 1 else "ranks"
+    measured: dict[str, dict[str, float]] = _PROCESS[
+        "accelerator" if accelerator else (ours if loop == "shardlab" else "plain")
+    ]
+    return measured[plan.precision]
 
 
 def _process(peak: Moment, plan: Plan, *, accelerator: bool, loop: Loop) -> Footprint:
     """The process around the tensors: scratch of kernels, memory that malloc keeps for itself, whole pages."""
-    ours = "alone" if plan.world_size == 1 else "ranks"
-    measured = _PROCESS["accelerator" if accelerator else (ours if loop == "shardlab" else "plain")]
-    term, libraries = measured[plan.precision], _PROCESS["libraries"]
+    term, libraries = _term(plan, accelerator=accelerator, loop=loop), _PROCESS["libraries"]
     host = libraries["zero"] if plan.backend.startswith("zero") else libraries["other"]
     passing = sum(peak.bytes.get(kind, 0) for kind in ("activations", "head", "logits", "temporaries"))
     extra = round(term["bytes"] + term["passing_share"] * passing)

@@ -16,6 +16,7 @@ from shardlab.errors import UserError
 from shardlab.model.build import build_shell
 from shardlab.model.trainable import make_trainable
 from shardlab.plan import BackendName, Footprint, Loop, ModelShape, Offload, Plan, Recompute
+from shardlab.planner.around import Saving
 from shardlab.planner.cost import Cost
 from shardlab.planner.machine import Machine
 from shardlab.planner.plain import PlainLoop, plain_batch
@@ -137,7 +138,8 @@ def predictor(recipe: Recipe, machine: Machine, vocabulary: int | None = None, l
             return plain_batch(micro_batch, data.sequence_length)
         return row_shapes(micro_batch, data.sequence_length, packed=data.packing)
 
-    return Predictor(module, batch, recipe.train.optimizer, accelerator=machine.accelerator, loop=loop)
+    saving = Saving.of(recipe) if loop == "shardlab" else None
+    return Predictor(module, batch, recipe.train.optimizer, accelerator=machine.accelerator, loop=loop, saving=saving)
 
 
 def row_shapes(micro_batch: int, sequence_length: int, *, packed: bool) -> dict[str, Tensor]:
@@ -152,9 +154,9 @@ def row_shapes(micro_batch: int, sequence_length: int, *, packed: bool) -> dict[
 def assess(plan: Plan, predictor: Predictor, machine: Machine) -> Candidate:
     """The plan's footprint against the machine's memory, and its time."""
     footprint = predictor.footprint(plan)
-    left = machine.memory_bytes - footprint.high - footprint.libraries
+    left = machine.memory_bytes - footprint.highest - footprint.libraries
     if machine.accelerator:
-        left = min(left, machine.host_bytes - sum(footprint.host.values()) - footprint.host_libraries)
+        left = min(left, machine.host_bytes - footprint.on_host - footprint.host_libraries)
     return Candidate(plan, footprint, left, predictor.cost(plan, machine))
 
 

@@ -19,6 +19,7 @@ _HEADS = {
     "logits": "logits",
     "communication": "comm.",
     "temporaries": "temp.",
+    "snapshot": "saving",
     "libraries": "libs",
 }
 
@@ -30,17 +31,18 @@ def text(found: Survey, *, every: bool = False, explain: bool = False) -> str:
     lines = [
         f"{found.parameters / 1e6:,.1f}M parameters, {found.trainable / 1e6:,.1f}M of them trained; "
         f"{machine.ranks} x {gib(machine.memory_bytes)} GiB ({nodes}{machine.name})",
-        "predicted peak of a rank in GiB, low to high, and by kind at the moment of the peak; what does not fit is over"
-        " by the figure in the last column",
+        "predicted peak of a rank in GiB, low to high, and by kind at a step's highest moment; what does not fit is"
+        " over by the figure in the last column",
         *_speed(found),
         "",
         *_table([*(found.candidates if every else _shortest(found.candidates)), *_streamed(found)], found),
         "",
         *(f"stream: {line}" for one in _streamed(found) for line in _disk(one, found)),
+        *_around(found),
     ]
     if found.own is not None:
         lines.append(f"the recipe's own plan, {name(found.own.plan)}: {_verdict(found.own)}")
-        lines.append(f"  its peak is in the {found.own.footprint.moment}")
+        lines.append(f"  its peak is in the {found.own.footprint.where}")
     best = found.best
     if best is None:
         closest = nearest(found.candidates)
@@ -101,6 +103,26 @@ def _days(candidate: Candidate, found: Survey) -> float | None:
     return rating * 1e12 / disk.written * cost.seconds / 86400
 
 
+def _around(found: Survey) -> list[str]:
+    """Of the recipe's own plan, or the best: what it takes beside its steps, and on the disk."""
+    shown = found.own or found.best
+    around = shown.footprint.around if shown is not None else None
+    if shown is None or around is None:
+        return []
+    host = [f"{gib(around.snapshot)} GiB of host memory for the copy that saves are written from"]
+    phases = [
+        f"{what} {gib(phase.high + shown.footprint.libraries)}"
+        + (f" and {gib(phase.host)} on the host" * bool(phase.host))
+        for what, phase in (("building the model", around.building), ("writing it at the end", around.writing))
+        if phase.high
+    ]
+    disk = [f"{around.checkpoints} checkpoints of {gib(around.checkpoint)} GiB at once"] if around.checkpoints else []
+    disk += [f"the model of {gib(around.model)}"]
+    parts = [*([f"at most {', '.join(phases)} GiB"] if phases else []), *(host if around.snapshot else [])]
+    parts += [f"on the disk {' and '.join(disk)}"]
+    return [f"around the steps of {name(shown.plan)}: {'; '.join(parts)}"]
+
+
 def _speed(found: Survey) -> list[str]:
     """What the predictions of time rest on."""
     rates = found.machine.rates
@@ -148,7 +170,7 @@ def candidate_dict(candidate: Candidate) -> dict[str, Any]:
 
 def _verdict(candidate: Candidate) -> str:
     footprint = candidate.footprint
-    total = f"{gib(footprint.low + footprint.libraries)} to {gib(footprint.high + footprint.libraries)} GiB"
+    total = f"{gib(footprint.surely + footprint.libraries)} to {gib(footprint.highest + footprint.libraries)} GiB"
     left = candidate.left_bytes
     return f"{total}, {gib(left)} GiB left" if candidate.fits else f"{total}, {over(left)}"
 
@@ -180,7 +202,7 @@ def _table(candidates: Sequence[Candidate], found: Survey) -> list[str]:
                 plan.recompute,
                 str(plan.micro_batch),
                 *(_time(candidate, starred=candidate in front) or ["-"] * len(time)),
-                f"{gib(footprint.low + footprint.libraries)}-{gib(footprint.high + footprint.libraries)}",
+                f"{gib(footprint.surely + footprint.libraries)}-{gib(footprint.highest + footprint.libraries)}",
                 *(gib(sizes.get(kind, 0)) for kind in kinds),
                 "yes" if candidate.fits else gib(-candidate.left_bytes),
             ]

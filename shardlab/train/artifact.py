@@ -24,10 +24,9 @@ from shardlab.model.lora import (
     write_adapter_config,
 )
 from shardlab.model.trainable import Trainable
+from shardlab.planner.around import SHARD_BYTES
 from shardlab.recipe import ModelSection
 from shardlab.topology import Topology
-
-SHARD_BYTES = 1024**3  # what the writing rank holds at most beside one tensor
 
 
 def save_artifact(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from shardlab.checkpoint import AsyncSaver, CheckpointReader, Contents, Ranks, S
 from shardlab.checkpoint.listing import checkpoints
 from shardlab.checkpoint.manifest import MANIFEST, Manifest
 from shardlab.errors import UserError
+from shardlab.planner.around import most_checkpoints
 from shardlab.recipe import Recipe
 from shardlab.runtime.stopping import REQUEST
 
@@ -55,20 +55,9 @@ class Checkpoints:
         self.failures: list[str] = []
 
     def prepare(self) -> None:
-        """Before the first step: raise UserError if there is no room for what will be saved, or it can't be written."""
-        if self._section.every is None:
-            return
-        held = self._section.keep + (self._engine.recipe.train.evaluate_every is not None)
-        saves = math.ceil(self._last_step() / self._section.every)
-        # The newer one is whole before an older one goes.
-        count = min(saves, held + 1) - self._ranks.gather(len(checkpoints(self.root)))[0]  # what the first rank sees
-        if count > 0 and self._last_step() >= self._section.every:
-            self._saver.check_space(count * state_bytes(self._engine))
+        """Before the first step: raise UserError if what will be saved can't be written."""
+        if most_checkpoints(self._engine.recipe):
             self._saver.trial()
-
-    def _last_step(self) -> int:
-        train = self._engine.recipe.train
-        return min(train.steps, train.stop_after or train.steps)
 
     def stop_is_asked_for(self) -> bool:
         """Whether any rank was signalled; the same on all."""
@@ -151,23 +140,6 @@ class Checkpoints:
             parent=self._parent,
             evaluation=evaluation,
         )
-
-
-def state_bytes(engine: Engine) -> int:
-    """Bytes of a checkpoint of this model: masters and the optimizer's states in fp32, the rest as it is."""
-    kinds = engine.backend.optimizer_state().kinds
-    states = len(kinds) or _expected_kinds(engine.recipe)
-    total = 0
-    for name, parameter in engine.module.named_canonical():
-        numel = engine.module.shapes[name].numel()
-        total += numel * (4 * (1 + states) if parameter.requires_grad else parameter.element_size())
-    return total
-
-
-def _expected_kinds(recipe: Recipe) -> int:
-    """Of an optimizer that has made no update yet."""
-    optimizer = recipe.train.optimizer
-    return 2 if optimizer.name == "adamw" else int(optimizer.momentum > 0)
 
 
 def schedule_state(engine: Engine) -> dict[str, Any]:

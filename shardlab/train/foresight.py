@@ -5,25 +5,31 @@ the memory that there is. Otherwise it is traced at the end, so that the trace's
 measured peak.
 """
 
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardlab.backends.base import all_reduce_sum
+from shardlab.checkpoint.listing import checkpoints
+from shardlab.checkpoint.storage import LocalStorage, spelled_bytes
 from shardlab.errors import UserError
-from shardlab.plan import Footprint, Plan
+from shardlab.plan import Footprint, Phase, Plan
+from shardlab.planner.around import Saving, most_checkpoints, on_disk
 from shardlab.planner.calibration import measured
-from shardlab.planner.machine import Machine, this_machine
+from shardlab.planner.machine import Machine
 from shardlab.planner.names import gib, name, settings
-from shardlab.planner.predict import Predictor, floor_bytes
-from shardlab.planner.resolve import resolve
-from shardlab.planner.search import assess, predictor, survey
+from shardlab.planner.predict import Predictor, floor_bytes, untraced
+from shardlab.planner.search import Candidate, assess, predictor, survey
 from shardlab.planner.streaming import fitted
 from shardlab.recipe import Recipe
 from shardlab.topology import Topology
 
 WORTH_A_TRACE = 0.35  # of the memory there is
+PLAN_FILE, FORESEEN = "plan.json", "foreseen"  # of a run's directory, and its key for what was known beforehand
 
 
 class Foresight:
@@ -35,13 +41,17 @@ class Foresight:
         self._topology = topology
         self._vocabulary = vocabulary
         self._machine = _machine(topology)
+        self._saving = Saving.of(recipe)
         self._predictor: Predictor | None = None
+        self._state_bytes = 0  # of a rank, without a trace
 
-    def fit(self, model: nn.Module) -> Plan:
-        """The plan as it is to be run; see `refuse_what_cannot_fit`.
+    def fit(self, model: nn.Module, output: Path, saved: Path) -> Plan:
+        """The plan as it is to be run; see `refuse_what_cannot_fit`. `saved`: where the checkpoints lie.
 
         Backend stream is laid out by its memory limit here, which is refused where no layout is small enough.
         """
+        complaint = self._no_room(model, output, saved) if self._topology.is_main else None
+        self._agree(complaint, "the run does not fit the disk of the first rank")
         if self._plan.backend != "stream":
             self.refuse_what_cannot_fit(model)
         elif not self._machine.accelerator:
@@ -65,28 +75,71 @@ class Foresight:
 
         `model` is the whole model, its parameters on the meta device or not. Every rank calls this.
         """
-        message = self._complaint(model)
+        self._agree(self._complaint(model), "the plan does not fit the memory of another rank's host")
+
+    def _agree(self, message: str | None, elsewhere: str) -> None:
+        """Raises UserError on every rank where one has something to say."""
         refused = torch.tensor(float(message is not None), device=self._topology.device)
         if all_reduce_sum(refused, self._topology) > 0:
-            raise UserError(message or "the plan does not fit the memory of another rank's host")
+            raise UserError(message or elsewhere)
+
+    def _no_room(self, model: nn.Module, output: Path, saved: Path) -> str | None:
+        """Why the disk is too small for the checkpoints and the model, and what would fit it."""
+        optimizer = self._recipe.train.optimizer
+        setting = untraced(model, self._plan, optimizer, accelerator=self._machine.accelerator)
+        each, written = on_disk(setting, self._saving)
+        free, there = LocalStorage().free_bytes(output), len(checkpoints(saved))
+
+        def needed(count: int) -> int:
+            return max(0, count - there) * each + written
+
+        count = self._saving.checkpoints
+        if needed(count) <= free:
+            return None
+        parts = [f"{count} checkpoints of {spelled_bytes(each)} at once"] if count else []
+        parts += [f"the model of {spelled_bytes(written)}"]
+        text = (
+            f"disk full: {' and '.join(parts)} need {spelled_bytes(needed(count))} more, "
+            f"{output} has {spelled_bytes(free)} free"
+        )
+        mends = ["make room there, or set another --output"]
+        if count and needed(0) <= free:
+            fewer = (
+                keep for keep in range(self._recipe.checkpoint.keep - 1, 0, -1) if needed(self._kept(keep)) <= free
+            )
+            keep = next(fewer, None)
+            mends += ["set checkpoint.every=null" if keep is None else f"set checkpoint.keep={keep}"]
+        return f"{text}: {', or '.join(mends)}"
+
+    def _kept(self, keep: int) -> int:
+        section = self._recipe.checkpoint.model_copy(update={"keep": keep})
+        return most_checkpoints(self._recipe.model_copy(update={"checkpoint": section}))
 
     def _complaint(self, model: nn.Module) -> str | None:
-        least = floor_bytes(model, self._plan, self._recipe.train.optimizer, accelerator=self._machine.accelerator)
-        if least < WORTH_A_TRACE * self._machine.memory_bytes or self._unknown() is not None:
+        optimizer = self._recipe.train.optimizer
+        setting = untraced(model, self._plan, optimizer, accelerator=self._machine.accelerator)
+        self._state_bytes = floor_bytes(setting, self._saving)
+        if self._state_bytes < WORTH_A_TRACE * self._machine.memory_bytes or self._unknown() is not None:
             return None
         try:
             own = assess(self._plan, self._predict(), self._machine)
         except UserError:  # a model that has no trace: `compare` says so
             return None
-        short = own.footprint.low - own.footprint.high - own.left_bytes
+        short = own.footprint.surely - own.footprint.highest - own.left_bytes
         if short <= 0:
             return None
-        needs = own.footprint.high + own.footprint.libraries
+        needs = own.footprint.highest + own.footprint.libraries
         text = (
             f"this plan ({name(self._plan)}) does not fit: each of {self._plan.world_size} ranks would need about "
             f"{gib(needs)} GiB, and has {gib(self._machine.memory_bytes)}; over by {gib(-own.left_bytes)} GiB, in the "
-            f"{own.footprint.moment}"
+            f"{own.footprint.where}"
         )
+        written_at_once = self._synchronous()
+        if written_at_once is not None and written_at_once.fits:
+            text += (
+                f". What fits: --set checkpoint.asynchronous=false, without a copy of the state "
+                f"({gib(written_at_once.left_bytes)} GiB left)"
+            )
         found = survey(self._recipe, self._machine, self._plan, self._predict())
         fitting = sorted((c for c in found.candidates if c.fits), key=lambda c: -c.left_bytes)
         if found.best is None or not fitting:
@@ -97,6 +150,17 @@ class Foresight:
         others = "; or ".join(f"{settings(c.plan)} ({gib(c.left_bytes)} GiB left)" for c in choices)
         return f"{text}. What fits: {others}"
 
+    def _synchronous(self) -> Candidate | None:
+        """The plan with saves that the steps wait for, where they would be made in the background."""
+        if not self._saving.copies:
+            return None
+        predict = self._predict()
+        before, predict.saving = predict.saving, replace(self._saving, copies=False, during=False)
+        try:
+            return assess(self._plan, predict, self._machine)
+        finally:
+            predict.saving = before
+
     def _unknown(self) -> str | None:
         """Why nothing can be predicted, if so."""
         return "the rows are of a builder's own" if self._recipe.data.builder is not None else None
@@ -105,6 +169,16 @@ class Foresight:
         if self._predictor is None:
             self._predictor = predictor(self._recipe, self._machine, self._vocabulary)
         return self._predictor
+
+    def foreseen(self) -> dict[str, Any]:
+        """What is known before the weights are made, for `after_a_kill`; the step only where it was traced by then."""
+        footprint = self._predictor.footprint(self._plan) if self._predictor is not None else None
+        return {
+            "plan": name(self._plan),
+            "state_bytes": self._state_bytes,
+            "memory_bytes": self._machine.memory_bytes,
+            "predicted": _as_dict(footprint) if footprint is not None else None,
+        }
 
     def compare(self, base: list[int], peak: list[int]) -> tuple[dict[str, Any] | None, str]:
         """For the summary and for people: predicted beside measured, which are of each rank and include the base."""
@@ -120,6 +194,23 @@ class Foresight:
                 inside = f"predicted {_mib(footprint.low)} to {_mib(footprint.high)}, in the {footprint.moment}"
                 return _as_dict(footprint), f"{said}; {inside}"
         return None, f"{said}; not predicted: {reason}"
+
+    def compare_around(self, base: list[int], building: list[int], writing: list[int] | None) -> str | None:
+        """For people: what was measured around the steps, of each rank, beside the prediction; None without one."""
+        try:
+            around = self._predict().footprint(self._plan).around if self._unknown() is None else None
+        except UserError:  # a model that has no trace: `compare` says so
+            return None
+        if around is None or not around.building.high:
+            return None
+
+        def said(what: str, peaks: list[int], phase: Phase) -> str:
+            measured = max(high - low for high, low in zip(peaks, base, strict=True))
+            return f"{what}: {_mib(measured)} MiB, predicted {_mib(phase.low)} to {_mib(phase.high)}"
+
+        parts = [said("building the model", building, around.building)]
+        parts += [said("writing it", writing, around.writing)] if writing is not None else []
+        return "; ".join(parts)
 
     def compare_time(self, measured: float | None) -> tuple[float | None, str | None]:
         """For the summary and for people: predicted seconds of a step beside the `measured` ones.
@@ -138,23 +229,32 @@ class Foresight:
         return cost.seconds, f"{took}predicted {cost.seconds:.3g}, by rates {rates.source if rates else ''}"
 
 
-def after_a_kill(recipe: Recipe, ranks: int) -> str | None:
-    """What the plan for `ranks` on this host had predicted; None where it has no prediction.
+def after_a_kill(output: Path, since: float) -> str | None:
+    """What the run's plan had predicted, of a job of which the system killed a rank: it says nothing else of why.
 
-    For a job of which the system killed a rank: it says nothing else of why.
+    Read from what the run in `output` wrote before its weights were made: None where it did not come to that after
+    `since`, in seconds since the epoch.
     """
-    machine = this_machine(ranks)
+    file = output / PLAN_FILE
     try:
-        plan = resolve(recipe, world_size=ranks)
-        own = assess(plan, predictor(recipe, machine), machine)
-    except UserError:
+        told = json.loads(file.read_text(encoding="utf-8")) if file.stat().st_mtime >= since else {}
+    except (OSError, ValueError):
         return None
-    low, high = (size + own.footprint.libraries for size in (own.footprint.low, own.footprint.high))
+    foreseen = told.get(FORESEEN)
+    if foreseen is None:
+        return None
+    has, predicted = foreseen["memory_bytes"], foreseen["predicted"]
+    if predicted is None:
+        return (
+            f"the plan ({foreseen['plan']}) has {gib(foreseen['state_bytes'])} GiB of state a rank, and there are "
+            f"{gib(has)} for each: see `shardlab plan` for the rest"
+        )
+    low, high = (size + predicted["libraries"] for size in (predicted["surely"], predicted["highest"]))
     text = (
-        f"the plan ({name(plan)}) had predicted {gib(low)} to {gib(high)} GiB a rank at most, in the "
-        f"{own.footprint.moment}; there are {gib(machine.memory_bytes)} for each"
+        f"the plan ({foreseen['plan']}) had predicted {gib(low)} to {gib(high)} GiB a rank at most, in the "
+        f"{predicted['where']}; there are {gib(has)} for each"
     )
-    return text if own.fits else f"{text}: see `shardlab plan` for what fits"
+    return text if high <= has else f"{text}: see `shardlab plan` for what fits"
 
 
 def _machine(topology: Topology) -> Machine:
@@ -166,6 +266,7 @@ def _machine(topology: Topology) -> Machine:
 
 
 def _as_dict(footprint: Footprint) -> dict[str, Any]:
+    around = footprint.around
     return {
         "low": footprint.low,
         "middle": footprint.middle,
@@ -173,6 +274,12 @@ def _as_dict(footprint: Footprint) -> dict[str, Any]:
         "tensors": footprint.tensors,
         "moment": footprint.moment,
         "by_kind": dict(footprint.bytes),
+        "host": footprint.on_host,
+        "libraries": footprint.libraries,
+        "surely": footprint.surely,
+        "highest": footprint.highest,
+        "where": footprint.where,
+        "around": asdict(around) if around is not None else None,
     }
 
 

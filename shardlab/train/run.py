@@ -32,7 +32,7 @@ from shardlab.train.checkpointing import (
     restore,
 )
 from shardlab.train.engine import Engine
-from shardlab.train.foresight import Foresight
+from shardlab.train.foresight import FORESEEN, PLAN_FILE, Foresight
 from shardlab.train.metrics import MetricsFile, Progress, spelled
 from shardlab.train.start import is_taken, taken_message
 
@@ -79,9 +79,13 @@ def _train(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     vocabulary = len(data.tokenizer) if data.tokenizer is not None else 0
     foresight = Foresight(recipe, engine.plan, engine.topology, vocabulary)
-    engine.plan = foresight.fit(model)
+    engine.plan = foresight.fit(model, output, output / DIRECTORY)
     claim(output, engine.topology, resume=resume)
     # Files come after all that may refuse the recipe: an empty directory is free for the next try.
+    planned = dataclasses.asdict(engine.plan) | {FORESEEN: foresight.foreseen()}
+    if main:
+        _write_json(output / PLAN_FILE, planned)
+    engine.meter.reset()
     _setup(engine, data, model, weights)
     del model, weights
     say("\n".join([f"{parameters / 1e6:.2f}M parameters; {data.size()} to train on", *data.report.lines()]))
@@ -94,7 +98,6 @@ def _train(
     start = engine.steps_done
     if main:
         (output / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-        _write_json(output / "plan.json", dataclasses.asdict(engine.plan))
         engine.callbacks += [
             MetricsFile(output / "metrics.jsonl", start),
             Progress(recipe.train.steps, resumed_from=start),
@@ -103,11 +106,16 @@ def _train(
     checkpoints = Checkpoints(engine, output / DIRECTORY, engine.ranks, identity, parent=parent, say=say)
     checkpoints.prepare()
     run = _Run(engine, data, checkpoints)
+    built = per_rank(engine.meter.peak_bytes(), engine.topology)
     stop = run.loop()
+    wrote = None
     if stop is None:
+        engine.meter.reset()
         engine.save()
+        wrote = per_rank(engine.meter.peak_bytes(), engine.topology)
     checkpoints.finish()
     base, peak = per_rank(engine.base_bytes, engine.topology), per_rank(run.peak_bytes, engine.topology)
+    around_said = foresight.compare_around(base, built, wrote) if main else None
     predicted, memory = foresight.compare(base, peak) if main else (None, "")
     seconds, time_said = foresight.compare_time(run.seconds_per_step()) if main else (None, None)
     summary = run.summary() | {
@@ -118,6 +126,8 @@ def _train(
         "stopped": None if stop is None else stop.why,
         "base_memory_bytes": base,
         "peak_memory_bytes": peak,
+        "building_memory_bytes": built,
+        "writing_memory_bytes": wrote,
         "predicted_memory_bytes": predicted,
         "seconds_per_step": run.seconds_per_step(),
         "predicted_seconds_per_step": seconds,
@@ -129,8 +139,10 @@ def _train(
     if main:
         _write_json(output / "summary.json", summary)
         foreseen = {key: summary[key] for key in ("predicted_memory_bytes", "predicted_seconds_per_step")}
-        _write_json(output / "plan.json", dataclasses.asdict(engine.plan) | foreseen)
+        _write_json(output / PLAN_FILE, planned | foreseen)
         say(memory)
+        if around_said is not None:
+            say(around_said)
         if time_said is not None:
             say(time_said)
     if stop is not None:

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def start(
     from shardlab.runtime.launch import launch
 
     command = [sys.executable, "-m", "shardlab", *arguments]
+    since = time.time()
     resumed = [argument for argument in command if not argument.startswith("--resume")]
     code = launch(
         command,
@@ -58,7 +60,7 @@ def start(
     if code == _KILLED:
         from shardlab.train.foresight import after_a_kill
 
-        explanation = after_a_kill(recipe, count)
+        explanation = after_a_kill(output, since)
         if explanation is not None:
             print(explanation, file=sys.stderr, flush=True)
     return code

@@ -90,7 +90,7 @@ def trials(found: Survey, attempt: Try, top: int) -> Iterator[Trial]:
 def _own(own: Candidate, attempt: Try, failed: dict[Any, Trial]) -> Trial:
     """The recipe as it is: what the others have to beat."""
     if not own.fits:
-        return Trial(own, "not tried", f"does not fit, {over(own.left_bytes)}, in the {own.footprint.moment}")
+        return Trial(own, "not tried", f"does not fit, {over(own.left_bytes)}, in the {own.footprint.where}")
     trial = attempt(own)
     if trial.measured is None:
         failed[_kind(own.plan)] = trial

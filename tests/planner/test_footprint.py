@@ -8,6 +8,7 @@ import pytest
 from shardlab.backends import ddp_footprint, fsdp_footprint, zero_footprint
 from shardlab.backends.placement import Setting
 from shardlab.plan import BackendName, ModelShape, Moment, Offload, ParameterShape, Plan, Span
+from shardlab.planner.around import standing
 
 BLOCK = 1_000_000
 SHAPE = ModelShape(
@@ -70,6 +71,32 @@ def test_fsdp_shards_everything_and_gathers_a_unit() -> None:
     }
     # A block is gathered into the first rank's piece; the second rank has its own as well, for a block's gradients.
     assert whole == BLOCK * 4 + 2 * BLOCK * 4
+
+
+@pytest.mark.parametrize("backend", PARTS_OF_ALL)
+def test_ranks_share_what_a_checkpoint_holds(backend: BackendName) -> None:
+    """Masters and two moments; so large is the copy that a save in the background is written from."""
+    found = standing(setting(backend))
+    assert found is not None
+    assert found.saved == TOTAL * 12 // 2
+
+
+def test_below_stage_3_the_weights_are_there_twice_while_the_model_is_built() -> None:
+    """With many ranks that is more than a step takes; sharded from the start it is a unit."""
+    whole, sharded, single = (standing(setting(b, world_size=8)) for b in ("zero2", "zero3", "fsdp"))
+    assert whole is not None
+    assert sharded is not None
+    assert single is not None
+    assert whole.building == TOTAL * 8 > sum(whole.resident.values())
+    assert single.building == TOTAL * 4 // 8 + BLOCK * 4
+    assert sharded.building < whole.building / 2
+
+
+def test_what_is_not_trained_is_never_there_in_fp32_where_bf16_computes() -> None:
+    frozen = ModelShape(tuple(replace(p, trainable=p.unit == 3) for p in SHAPE.parameters), 2, has_tail=True)
+    found = standing(Setting(frozen, replace(PLAN, precision="bf16"), 2, EMPTY))
+    assert found is not None
+    assert found.building < TOTAL * 4
 
 
 def test_rows_that_do_not_divide_are_padded() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardlab.planner.machine import GIB
 from shardlab.planner.names import gib
 from shardlab.recipe import Recipe
 from shardlab.topology import Topology
-from shardlab.train.foresight import Foresight, after_a_kill
+from shardlab.train.foresight import FORESEEN, PLAN_FILE, Foresight, after_a_kill
 from tests.train.support import shardlab, write_recipe
 
 MIB = 2**20
@@ -29,24 +30,26 @@ THIRTY_MILLION: dict[str, Any] = {
 }
 
 
-def _recipe(config: Path) -> Recipe:
+def _recipe(config: Path, every: int | None) -> Recipe:
     return Recipe.from_dict(
         {
             "model": {"config": str(config)},
             "data": {"tokenizer": "bytes", "sequence_length": 128},
             "train": {"global_batch_size": 2, "precision": "fp32"},
+            "checkpoint": {"every": every},
         }
     )
 
 
-def foresee(directory: Path, memory_of_a_rank: int, backend: Any = "ddp") -> None:
+def foresee(directory: Path, memory_of_a_rank: int, backend: Any = "ddp", every: int | None = None) -> Foresight:
     config = directory / "config.json"
     config.write_text(json.dumps(THIRTY_MILLION))
-    recipe = _recipe(config)
+    recipe = _recipe(config, every)
     # Two ranks are planned for; this process stands for one of them, without the other to talk to.
     alone = dataclasses.replace(Topology.detect(), host_memory_bytes=memory_of_a_rank)
     foresight = Foresight(recipe, Plan(backend, 2, 1, 1, 2, "fp32"), alone, vocabulary=257)
     foresight.refuse_what_cannot_fit(build_shell(recipe.model, vocabulary=257, sequence_length=128))
+    return foresight
 
 
 def test_what_cannot_fit_is_refused_with_what_fits(tmp_path: Path) -> None:
@@ -64,23 +67,43 @@ def test_a_plan_that_fits_is_not(tmp_path: Path) -> None:
     foresee(tmp_path, 64 * GIB)
 
 
+def test_the_copy_that_saves_are_written_from_counts(tmp_path: Path) -> None:
+    """Half the state of two ranks: 175 MiB beside the steps. Saved at once, the plan would fit."""
+    with pytest.raises(UserError, match=r"does not fit.*What fits: --set checkpoint.asynchronous=false"):
+        foresee(tmp_path, 720 * MIB, "fsdp", every=100)
+    foresee(tmp_path, 720 * MIB, "fsdp", every=1000)  # never in this run of 200 steps
+
+
 def test_where_nothing_fits_that_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no other plan for 2 ranks here fits either"):
         foresee(tmp_path, 400 * MIB)
 
 
-@pytest.mark.parametrize(("memory", "advice"), [(64 * GIB, False), (700 * MIB, True)])
-def test_a_kill_is_told_with_what_was_predicted(
-    memory: int, advice: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def told(directory: Path, foresight: Foresight, since: float = 0.0) -> str | None:
+    """What is said after a kill, of a run that came as far as its plan."""
+    (directory / PLAN_FILE).write_text(json.dumps({FORESEEN: foresight.foreseen()}))
+    return after_a_kill(directory, since)
+
+
+def test_a_kill_is_told_with_what_was_predicted(tmp_path: Path) -> None:
     """https://github.com/deepspeedai/DeepSpeed/issues/3613: what the plan had promised, and what there was."""
-    monkeypatch.setattr("shardlab.planner.machine.host_memory_bytes", lambda: memory)
-    (tmp_path / "config.json").write_text(json.dumps(THIRTY_MILLION))
-    told = after_a_kill(_recipe(tmp_path / "config.json"), 2)
-    assert told is not None
-    assert told.startswith("the plan (fsdp, micro-batch 1) had predicted 0.")
-    assert f"there are {gib(memory // 2)} for each" in told
-    assert told.endswith("see `shardlab plan` for what fits") == advice
+    said = told(tmp_path, foresee(tmp_path, 700 * MIB, "fsdp"))
+    assert said is not None
+    assert said.startswith("the plan (fsdp, micro-batch 1) had predicted 0.")
+    assert said.endswith("there are 0.684 for each")
+
+
+def test_a_kill_of_a_plan_that_was_not_traced_is_told_with_its_state(tmp_path: Path) -> None:
+    """A trace then would take the seconds that the launcher has: https://github.com/deepspeedai/DeepSpeed/issues/4571"""
+    said = told(tmp_path, foresee(tmp_path, 64 * GIB, "fsdp"))
+    assert said is not None
+    assert "has 0." in said
+    assert f"GiB of state a rank, and there are {gib(64 * GIB)} for each" in said
+
+
+def test_a_kill_before_the_plan_is_not_told_with_another_runs(tmp_path: Path) -> None:
+    assert after_a_kill(tmp_path, 0.0) is None
+    assert told(tmp_path, foresee(tmp_path, 64 * GIB, "fsdp"), since=time.time() + 60) is None
 
 
 def test_a_run_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
