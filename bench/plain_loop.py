@@ -47,10 +47,12 @@ def _accelerator(settings: dict[str, Any]) -> Accelerator:
 
 def main() -> None:
     settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-    accelerator = _accelerator(settings)
     config = AutoConfig.for_model(**settings["model"])
+    # What it imports is the libraries', not the model's. Before DeepSpeed is there: under ZeRO-3 transformers gives
+    # weights their values in another way, which fails on the meta device.
     with torch.device("meta"):
-        AutoModelForCausalLM.from_config(config)  # what it imports is the libraries', not the model's
+        AutoModelForCausalLM.from_config(config)
+    accelerator = _accelerator(settings)
     now = _memory()
     base = now["RssAnon"] + now["RssShmem"]
     torch.manual_seed(0)
@@ -82,7 +84,7 @@ def main() -> None:
     peak = now["VmHWM"] - now["RssFile"] - base
     peaks = accelerator.gather(torch.tensor([peak], device=accelerator.device)).tolist()
     if accelerator.is_main_process:
-        result = {"peaks": peaks, "world_size": accelerator.num_processes, "losses": losses}
+        result = {"peaks": peaks, "base": base, "world_size": accelerator.num_processes, "losses": losses}
         Path(sys.argv[2]).write_text(json.dumps(result))
 
 

@@ -16,6 +16,7 @@ from shardlab.backends.placement import (
     Standing,
     largest,
     moment,
+    pinned,
     shares_memory,
     span_name,
     trained,
@@ -93,6 +94,14 @@ class _Sharded:
             "communication": self._shared_memory(),
         }
 
+    def _pinned(self, parameters: tuple[ParameterShape, ...]) -> int:
+        """Bytes of these parameters' shards in pinned memory, one by one."""
+        return sum(pinned(self._shard((p,)) * self._setting.state_size) for p in parameters)
+
+    def _away(self, shards: dict[Kind, int]) -> dict[Kind, int]:
+        """`shards` on the host; moments are made there, and not pinned."""
+        return shards | {"parameters": self._pinned(self._model.parameters)}
+
     def standing(self) -> Standing:
         shards, model = self._shards(), self._model
         frozen = sum(self._shard((p,)) for p in model.parameters if not p.trainable)
@@ -100,7 +109,7 @@ class _Sharded:
         unit = max(sum(p.numel for p in model.unit(one)) for one in range(model.embedding + 1))
         return Standing(
             resident={} if self._offload else shards,
-            host=shards if self._offload else {},
+            host=self._away(shards) if self._offload else {},
             # A unit is whole, then its shards are copied out of it.
             building=(0 if self._offload else shards["parameters"]) + unit * FP32,
             saved=-(-kept * FP32 // self._setting.plan.replicas),
@@ -112,7 +121,9 @@ class _Sharded:
         """Of a micro-batch and of the update, in order."""
         trainable, shards = trained(self._model.parameters), self._shards()
         gradients = self._shard(trainable) * self._setting.state_size
-        resident, host = (dict[Kind, int](), shards | {"gradients": gradients}) if self._offload else (shards, {})
+        resident, host = shards, dict[Kind, int]()
+        if self._offload:
+            resident, host = {}, self._away(shards) | {"gradients": self._pinned(trained(self._model.parameters))}
         collected = gradients if self._setting.plan.accumulation > 1 and not self._offload else 0
         before = 0  # the buffer of the unit before, still being reduced
         for span in self._setting.timeline:

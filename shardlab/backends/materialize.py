@@ -1,5 +1,7 @@
 """Put values into a module's parameters, one unit at a time."""
 
+from weakref import WeakValueDictionary
+
 import torch
 from torch import nn
 
@@ -27,7 +29,8 @@ class Materializer:
         self._frozen = frozen or dtype
         self._originals = list(trainable.named_canonical())  # kept, so that no other object takes one's id
         self._names = {id(parameter): name for name, parameter in self._originals}
-        self._made: dict[int, nn.Parameter] = {}
+        # Only as long as the module has them: held here, what a backend has sharded would stay whole.
+        self._made: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
 
     def materialize(self, module: nn.Module, *, recurse: bool = True) -> None:
         """Replace every parameter of `module` that has no values here yet by a real one, in place."""
@@ -38,14 +41,15 @@ class Materializer:
 
     def _real(self, parameter: nn.Parameter) -> nn.Parameter:
         key = id(parameter)
-        if key not in self._made:
+        made = self._made.get(key)
+        if made is None:
             value = self._weights.tensor(self._names[key]) if parameter.is_meta else parameter.detach()
             wanted = self._dtype if parameter.requires_grad else self._frozen
             dtype = wanted if value.is_floating_point() else value.dtype
             # FSDP2 refuses a tensor that is not contiguous, and ZeRO flattens each: so none is, on any backend.
             value = value.to(self._device, dtype).contiguous()
-            self._made[key] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        return self._made[key]
+            made = self._made[key] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        return made
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -65,6 +65,11 @@ class Standing:
     passing: int
 
 
+def pinned(size: int) -> int:
+    """Bytes of pinned host memory that torch takes for a tensor of `size`: a power of two."""
+    return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
 def stored(setting: Setting, frozen_size: int) -> int:
     """Bytes of a checkpoint, over all ranks: masters and the optimizer's states in fp32, frozen weights as they are."""
     model = setting.model

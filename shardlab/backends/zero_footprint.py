@@ -14,6 +14,7 @@ from shardlab.backends.placement import (
     Standing,
     largest,
     moment,
+    pinned,
     span_name,
     spans,
     stored,
@@ -43,14 +44,20 @@ def standing(setting: Setting) -> Standing:
         each = FP32 * (1 + setting.states)
         saved = sum(-(-p.numel // world) * (each if p.trainable else size) for p in model.parameters)
         # A unit is whole while it is partitioned; of the next one a tensor has just been made in fp32.
-        building = resident.get("parameters", 0) + made + biggest * FP32
+        building = max(resident.get("parameters", 0) + made + biggest * FP32, _made_at_once(resident))
         return Standing(resident, host, building, saved, copied=True, passing=biggest * size)
     resident, host = _stands(setting, int(setting.plan.backend[-1]))
     trainable, everything = model.numel(trainable=True), model.numel()
     # What is trained is made in fp32, then cast; its flat copy is made while it is there.
-    building = max(trainable * FP32 + (everything - trainable) * size, (everything + trainable) * size)
+    whole = max(trainable * FP32 + (everything - trainable) * size, (everything + trainable) * size)
+    building = max(whole, _made_at_once(resident))
     saved = -(-stored(setting, size) // world)
     return Standing(resident, host, building, saved, copied=True, passing=0)
+
+
+def _made_at_once(resident: Bytes) -> int:
+    """What `deepspeed.initialize` leaves: all but the moments, which come with the first update."""
+    return sum(size for kind, size in resident.items() if kind != "moments")
 
 
 def _flat(setting: Setting) -> int:
@@ -70,7 +77,9 @@ def _stands(setting: Setting, stage: int) -> tuple[dict[Kind, int], dict[Kind, i
         big = largest(trained(setting.model.parameters)) * size
         state |= {"gradients": part * FP32, "temporaries": part * size + big}
         resident["temporaries"] = big
-    host = state if setting.accelerator and offload else {}
+    # Masters and gradients are pinned, each in one piece; moments are made beside them.
+    pieces: dict[Kind, int] = {"masters": pinned(state["masters"]), "gradients": pinned(state.get("gradients", 0))}
+    host: dict[Kind, int] = {**state, **pieces} if setting.accelerator and offload else {}
     if not host:
         resident = {kind: resident.get(kind, 0) + state.get(kind, 0) for kind in {**resident, **state}}
     if stage == 1 and size == BF16:
@@ -166,8 +175,14 @@ class _Stage3:
         small = sum(p.numel for p in model.parameters if p.numel < PERSISTENCE_THRESHOLD)
         resident: dict[Kind, int] = {"communication": small * self._size + self._bucket * FP32}
         host: dict[Kind, int] = {}
-        for what, place in ((weights, setting.plan.offload.parameters), (state, setting.plan.offload.optimizer)):
-            (host if setting.accelerator and place == "cpu" else resident).update(what)
+        if setting.accelerator and setting.plan.offload.parameters == "cpu":
+            host["parameters"] = sum(pinned(-(-p.numel // world) * self._size) for p in model.parameters)
+        else:
+            resident |= weights
+        if setting.accelerator and setting.plan.offload.optimizer == "cpu":
+            host |= {**state, "masters": pinned(state["masters"]), "gradients": pinned(state["gradients"])}
+        else:
+            resident |= state
         return resident, host
 
     def _trainable(self) -> int:

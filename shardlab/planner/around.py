@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from shardlab.backends import ddp_footprint, fsdp_footprint, zero_footprint
-from shardlab.backends.placement import FP32, Setting, Standing, largest, stored
+from shardlab.backends.placement import FP32, Setting, Standing, largest, pinned, stored
 from shardlab.plan import Around, Phase
 from shardlab.recipe import Recipe
 
@@ -66,10 +66,13 @@ def standing(setting: Setting) -> Standing | None:
     return found
 
 
-def snapshot_bytes(setting: Setting, saving: Saving) -> int:
-    """Of the copy that a save in the background writes from."""
-    found = standing(setting)
-    return found.saved if found is not None and saving.copies else 0
+def snapshot_bytes(setting: Setting, found: Standing) -> int:
+    """Of the copy that a save in the background writes from. For an accelerator it is pinned, tensor by tensor."""
+    shares = 1 if setting.plan.backend == "ddp" else setting.plan.world_size // setting.plan.replicas
+    sizes = [-(-p.numel // shares) * FP32 for p in setting.model.parameters if p.trainable]
+    if not setting.accelerator or not sizes:
+        return found.saved
+    return round(found.saved * sum(map(pinned, sizes)) / sum(sizes))
 
 
 def on_disk(setting: Setting, saving: Saving) -> tuple[int, int]:
@@ -85,7 +88,8 @@ def around(setting: Setting, saving: Saving, beside: int, spread: float) -> Arou
     found, (checkpoint, model) = standing(setting), on_disk(setting, saving)
     if found is None:
         return Around(Phase(0, 0), Phase(0, 0), 0, checkpoint, saving.checkpoints, model)
-    snapshot, biggest = found.saved if saving.copies else 0, largest(setting.model.parameters)
+    snapshot = snapshot_bytes(setting, found) if saving.copies else 0
+    biggest = largest(setting.model.parameters)
     stands, away = sum(found.resident.values()) + found.passing, sum(found.host.values())
     # Files are collected on the host, tensor by tensor; there a tensor is also made, or read, before it goes elsewhere.
     collected = min(model, SHARD_BYTES + biggest * setting.compute_size) if found.copied else 0

@@ -129,7 +129,7 @@ class Predictor:
         stands = standing(setting)
         if saving is None or stands is None or not saving.copies:
             return found
-        copy: Bytes = {"snapshot": stands.saved}
+        copy: Bytes = {"snapshot": snapshot_bytes(setting, stands)}
         if not saving.during:  # the last step is the first to be saved: nothing but what stands is beside it
             found = [*found, moment("the copy for the save", stands.resident, host=stands.host)]
         last = len(found) - 1
@@ -183,7 +183,9 @@ def untraced(model: nn.Module, plan: Plan, optimizer: AdamW | SGD, *, accelerato
 
 def floor_bytes(setting: Setting, saving: Saving) -> int:
     """What a rank needs at the very least, in the memory that computes."""
-    copy = snapshot_bytes(setting, saving) if saving.during and not setting.accelerator else 0
+    stands = standing(setting)
+    copied = stands is not None and saving.copies and saving.during and not setting.accelerator
+    copy = stands.saved if stands is not None and copied else 0
     return max(moment.total for moment in placed(setting)) + copy
 
 

@@ -72,10 +72,24 @@ def test_its_plan_holds_no_auto(run: Run) -> None:
     expected = dataclasses.asdict(resolve(load_recipe(run.recipe), world_size=1))
     summary = json.loads((run.directory / "summary.json").read_text())
     foreseen = {key: summary[key] for key in ("predicted_memory_bytes", "predicted_seconds_per_step")}
+    beforehand = plan.pop("foreseen")
+    assert beforehand["plan"].startswith("ddp")
+    assert beforehand["state_bytes"] > 0
     assert plan == json.loads(json.dumps(expected)) | foreseen
     assert plan["backend"] == "ddp"
     assert plan["micro_batch"] * plan["accumulation"] == 4
     assert "auto" not in [value for key, value in plan.items() if key != "reasons"]
+
+
+def test_its_memory_is_told_with_the_steps_and_around_them(run: Run) -> None:
+    summary = json.loads((run.directory / "summary.json").read_text())
+    around = summary["predicted_memory_bytes"]["around"]
+    for phase in ("building", "writing"):
+        (peak,), (base,) = summary[f"{phase}_memory_bytes"], summary["base_memory_bytes"]
+        assert peak > 0.5 * base
+        assert 0 <= around[phase]["low"] <= around[phase]["high"]
+    assert around["model"] > 4 * summary["parameters"] - 1
+    assert "building the model: " in run.ended.err
 
 
 def test_its_metrics_have_a_row_for_each_step(run: Run) -> None:
