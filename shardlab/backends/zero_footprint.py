@@ -195,8 +195,22 @@ class _Stage3:
         for span in setting.timeline:
             own: Bytes = {"communication": self._gathered(span)}
             yield moment(span_name(span, model), resident, own, span.peak, host=host)
+            large = self._large(span) if span.phase == "backward" else 0
+            if large and setting.loop != "shardlab":  # our head's goes before the loss's own tensors are dropped
+                # No bucket holds it: its ranks' parts are put together in a copy, and gloo reduces a copy of that.
+                copies = large * (1 if setting.accelerator else 2)
+                reduced: Bytes = {"gradients": large, "communication": self._gathered(span) + copies}
+                name = f"reduction after the {span_name(span, model)}"
+                yield moment(name, resident, reduced, span.exit, host=host)
         passing = _update(setting, self._trainable(), -(-largest(trained(model.parameters)) // self._world))
         yield moment("the first update", resident, {"temporaries": passing}, host=host)
+
+    def _large(self, span: Span) -> int:
+        """Bytes of the segment's largest gradient, where that is more than a bucket."""
+        model = self._setting.model
+        units = (span.segment,) if span.segment else (ROOT, model.embedding)
+        biggest = max(largest(trained(model.unit(unit))) for unit in units)
+        return biggest * FP32 if biggest > self._bucket else 0
 
     def _gathered(self, span: Span) -> int:
         """The segment's parameters up to the limit of live ones, and one more bucket on its way."""

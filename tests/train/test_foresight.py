@@ -106,6 +106,11 @@ def test_a_kill_before_the_plan_is_not_told_with_another_runs(tmp_path: Path) ->
     assert told(tmp_path, foresee(tmp_path, 64 * GIB, "fsdp"), since=time.time() + 60) is None
 
 
+def files(directory: Path) -> int:
+    """Bytes of the tensors in a directory."""
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
 def test_a_run_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardlab.topology.host_memory_bytes", lambda: 100 * MIB)
     monkeypatch.setattr("shardlab.train.foresight.WORTH_A_TRACE", 0.0)
@@ -116,10 +121,16 @@ def test_a_run_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch
 
 
 def test_a_run_ends_with_its_prediction_beside_its_peak(tmp_path: Path) -> None:
-    ended = shardlab("train", write_recipe(tmp_path), "--output", tmp_path / "run")
+    ended = shardlab("train", write_recipe(tmp_path, checkpoint={"every": 2}), "--output", tmp_path / "run")
     assert ended.code == 0, ended.err
     assert "MiB above the libraries; predicted " in ended.out
+    assert "building the model: " in ended.out
     predicted = json.loads((tmp_path / "run" / "summary.json").read_text())["predicted_memory_bytes"]
     assert predicted["low"] <= predicted["middle"] <= predicted["high"]
     assert predicted["tensors"] == sum(predicted["by_kind"].values()) > 0
     assert predicted["moment"]
+    around, saved = predicted["around"], tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert around["checkpoints"] == 2  # also one for a stop at the last step
+    assert around["checkpoint"] == pytest.approx(files(saved), rel=0.03)
+    assert around["snapshot"] == predicted["by_kind"]["snapshot"] == around["checkpoint"]  # of one rank
+    assert around["model"] == pytest.approx(files(tmp_path / "run" / "model"), rel=0.03)
