@@ -5,7 +5,7 @@ rank that takes most, which is the first one where something is written once.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardlab.backends import ddp_footprint, fsdp_footprint, zero_footprint
 from shardlab.backends.placement import FP32, Setting, Standing, largest, pinned, stored
@@ -83,8 +83,11 @@ def on_disk(setting: Setting, saving: Saving) -> tuple[int, int]:
     return stored(setting, frozen), elements * size
 
 
-def around(setting: Setting, saving: Saving, beside: int, spread: float) -> Around:
-    """`beside`: what the process has beside its tensors; `spread`: the share by which a figure may be off."""
+def around(setting: Setting, saving: Saving, beside: int, spread: float, kept: int = 0) -> Around:
+    """`beside`: what the process has beside its tensors, and `kept`: what it may have kept of the steps.
+
+    `spread`: the share by which a figure may be off.
+    """
     found, (checkpoint, model) = standing(setting), on_disk(setting, saving)
     if found is None:
         return Around(Phase(0, 0), Phase(0, 0), 0, checkpoint, saving.checkpoints, model)
@@ -99,6 +102,7 @@ def around(setting: Setting, saving: Saving, beside: int, spread: float) -> Arou
     else:
         building = _phase(found.building, beside, spread)
         writing = _phase(stands + collected + snapshot, beside, spread)
+        writing = replace(writing, high=writing.high + kept)
     return Around(building, writing, snapshot, checkpoint, saving.checkpoints, model)
 
 

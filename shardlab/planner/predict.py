@@ -152,7 +152,9 @@ class Predictor:
         if self.saving is not None:
             term = _term(plan, accelerator=self._accelerator, loop=self.loop)
             beside = round(term["bytes"] + term["spread_bytes"])
-            found = replace(found, around=around(setting, self.saving, beside, term["spread_share"]))
+            # Blocks that one process frees it keeps (several ranks keep small ones only): they may be there at the end.
+            kept = _passing(peak) if plan.world_size == 1 and not self._accelerator else 0
+            found = replace(found, around=around(setting, self.saving, beside, term["spread_share"], kept))
         if plan.backend == "stream":
             return replace(found, disk=stream_footprint.disk(setting))
         return replace(found, low=max(0, found.low - self._dropped(plan)))
@@ -205,12 +207,16 @@ def _term(plan: Plan, *, accelerator: bool, loop: Loop) -> dict[str, float]:
     return measured[plan.precision]
 
 
+def _passing(peak: Moment) -> int:
+    """Bytes that are gone by the end of the step."""
+    return sum(peak.bytes.get(kind, 0) for kind in ("activations", "head", "logits", "temporaries"))
+
+
 def _process(peak: Moment, plan: Plan, *, accelerator: bool, loop: Loop) -> Footprint:
     """The process around the tensors: scratch of kernels, memory that malloc keeps for itself, whole pages."""
     term, libraries = _term(plan, accelerator=accelerator, loop=loop), _PROCESS["libraries"]
     host = libraries["zero"] if plan.backend.startswith("zero") else libraries["other"]
-    passing = sum(peak.bytes.get(kind, 0) for kind in ("activations", "head", "logits", "temporaries"))
-    extra = round(term["bytes"] + term["passing_share"] * passing)
+    extra = round(term["bytes"] + term["passing_share"] * _passing(peak))
     spread = round(term["spread_bytes"] + term["spread_share"] * peak.total)
     middle = peak.total + extra
     return Footprint(
