@@ -180,8 +180,8 @@ def test_a_disk_that_is_too_small_is_refused_up_front(tmp_path: Path, monkeypatc
     usage = store.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
     ended = shardlab("train", write(tmp_path), "--output", tmp_path / "run", *STREAM)
-    assert "disk full: the training state needs" in ended.error
-    assert not list((tmp_path / "run").iterdir()), "an empty directory is free for the next try"
+    assert "disk full: " in ended.error  # of the model and the checkpoints; the state's own files are looked at later
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
