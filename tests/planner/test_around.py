@@ -19,7 +19,8 @@ SAVING = Saving(copies=True, during=True, checkpoints=3, whole_model=True)
 
 
 def setting(backend: BackendName, ranks: int = 2, *, accelerator: bool = False, shape: ModelShape = SHAPE) -> Setting:
-    return Setting(shape, Plan(backend, ranks, 1, 1, ranks, "fp32"), 2, (), accelerator)
+    plan = Plan(backend, ranks, 1, 1, ranks, "fp32", shared_memory=False)
+    return Setting(shape, plan, 2, (), accelerator)
 
 
 @pytest.mark.parametrize(
