@@ -172,7 +172,10 @@ class Foresight:
 
     def foreseen(self) -> dict[str, Any]:
         """What is known before the weights are made, for `after_a_kill`; the step only where it was traced by then."""
-        footprint = self._predictor.footprint(self._plan) if self._predictor is not None else None
+        try:
+            footprint = self._predictor.footprint(self._plan) if self._predictor is not None else None
+        except UserError:  # a model that has no trace
+            footprint = None
         return {
             "plan": name(self._plan),
             "state_bytes": self._state_bytes,
