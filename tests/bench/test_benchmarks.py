@@ -83,7 +83,7 @@ def test_stream() -> None:
     assert stream["loss"] == pytest.approx(memory["loss"], abs=1e-3)
     assert recompute["loss"] == pytest.approx(memory["loss"], abs=1e-3)
     assert stream["GB read"] > stream["GB written"] > 0
-    assert stream["floor s"] > memory["floor s"] > 0
+    assert stream["floor s"] >= memory["floor s"] > 0
     assert len(result["rows"]) == 7 or any("libaio" in note for note in result["notes"])
 
 
