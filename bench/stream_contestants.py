@@ -92,11 +92,13 @@ def _ours(one: Contestant) -> dict[str, Any]:
     from shardlab.train.run import build_from_recipe
 
     recipe = load_recipe(one.recipe(), one.overrides)
-    with Engine.from_recipe(recipe, output=Path(one.directory) / "run") as engine:
+    run = Path(one.directory) / "run"
+    with Engine.from_recipe(recipe, output=run) as engine:
         data = prepare(recipe.data)
         model, weights = build_from_recipe(engine, data)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        engine.plan = Foresight(recipe, engine.plan, engine.topology, len(data.tokenizer)).fit(model)
+        foresight = Foresight(recipe, engine.plan, engine.topology, len(data.tokenizer))
+        engine.plan = foresight.fit(model, run, run / "checkpoints")
         engine.setup(model, weights, recipe.train.optimizer, data.tokenizer, packed=True)
         del model, weights
         plan = engine.plan
