@@ -10,7 +10,7 @@ import typer
 
 from shardlab import __version__
 from shardlab.cli import checkpoints, data
-from shardlab.cli.compression import quantize
+from shardlab.cli.compression import prune, quantize
 from shardlab.cli.diagnosis import doctor
 from shardlab.cli.models import evaluate, export, generate, merge
 from shardlab.cli.planning import plan, tune
@@ -59,6 +59,7 @@ app.command()(compare)
 app.command(name="eval")(evaluate)
 app.command()(generate)
 app.command()(merge)
+app.command()(prune)
 app.command()(quantize)
 app.command()(export)
 app.command()(doctor)

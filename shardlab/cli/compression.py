@@ -1,4 +1,4 @@
-"""`quantize`: what makes a trained model smaller."""
+"""`prune` and `quantize`: what makes a trained model smaller."""
 
 import json
 from pathlib import Path
@@ -21,6 +21,40 @@ HeldOut = Annotated[int, typer.Option(min=1, help="Rows of held-out text to judg
 SequenceLength = Annotated[
     int | None, typer.Option(min=1, help="Tokens per row. [default: 256, or the model's positions if fewer]")
 ]
+
+
+def prune(
+    source: Source,
+    output: Target,
+    method: Annotated[
+        str, typer.Option(help="sparsegpt, wanda or magnitude: weights become zero; channels: narrower MLPs.")
+    ] = "sparsegpt",
+    sparsity: Annotated[float | None, typer.Option(help="The share that goes, such as 0.5.")] = None,
+    pattern: Annotated[str | None, typer.Option(metavar="N:M", help="N weights kept in each M, such as 2:4.")] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Layers to leave, by name; may be given again.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto (as they were), bf16, fp16, fp32.")] = "auto",
+    files: Files = None,
+    calibration: Calibration = 128,
+    held_out: HeldOut = 128,
+    sequence_length: SequenceLength = None,
+    seed: Annotated[int, typer.Option(help="Of the choice of calibration rows.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Take weights out of a model's linear layers, or channels out of its MLPs, and say what that costs.
+
+    OUT loads in transformers as it is. One block at a time is in memory.
+
+    Examples: `shardlab prune IN OUT --method channels --sparsity 0.25`, `shardlab prune IN OUT --pattern 2:4`
+    """
+    from shardlab.compress.prune import PruneConfig
+    from shardlab.compress.prune import prune as run
+
+    config = PruneConfig(method, sparsity, pattern, tuple(ignore or ()), dtype)  # type: ignore[arg-type]
+    rows, length = _rows(source, output, files, sequence_length, calibration, held_out, seed)
+    card = run(source, output, config, rows, length, to_stderr)
+    typer.echo(json.dumps(card.figures) if as_json else _figures(card.figures, output))
 
 
 def quantize(
@@ -59,7 +93,6 @@ def quantize(
     """
     from shardlab.compress.quantize import QuantizeConfig
     from shardlab.compress.quantize import quantize as run
-    from shardlab.compress.stage import read_rows, refuse_existing, source_config
 
     config = QuantizeConfig(
         scheme=scheme,
@@ -70,18 +103,29 @@ def quantize(
         on_indivisible=on_indivisible,  # type: ignore[arg-type]
         dtype=dtype,
     )
-    refuse_existing(output)
-    positions = source_config(source).get("max_position_embeddings", DEFAULT_LENGTH)
-    length = sequence_length or min(DEFAULT_LENGTH, positions)
-    rows = read_rows(_text(source, files, length), calibration=calibration, held_out=held_out, seed=seed)
+    rows, length = _rows(source, output, files, sequence_length, calibration, held_out, seed)
     card = run(source, output, config, rows, length, to_stderr)
     typer.echo(json.dumps(card.figures) if as_json else _figures(card.figures, output))
 
 
-def _text(source: Path, files: list[str] | None, sequence_length: int) -> Any:
+def _rows(
+    source: Path,
+    output: Path,
+    files: list[str] | None,
+    sequence_length: int | None,
+    calibration: int,
+    held_out: int,
+    seed: int,
+) -> tuple[Any, int]:
+    """(rows, tokens of one); before they are read, that there is a model to start from and room for the result."""
+    from shardlab.compress.stage import read_rows, refuse_existing, source_config
     from shardlab.recipe import DataSection
 
-    return DataSection(files=tuple(files or ()), tokenizer=str(source.absolute()), sequence_length=sequence_length)
+    refuse_existing(output)
+    positions = source_config(source).get("max_position_embeddings", DEFAULT_LENGTH)
+    length = sequence_length or min(DEFAULT_LENGTH, positions)
+    data = DataSection(files=tuple(files or ()), tokenizer=str(source.absolute()), sequence_length=length)
+    return read_rows(data, calibration=calibration, held_out=held_out, seed=seed), length
 
 
 def _figures(figures: Any, output: Path) -> str:
