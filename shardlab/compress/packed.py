@@ -41,6 +41,17 @@ def pack(weight: Tensor, scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> t
     return {name: tensor.contiguous().cpu() for name, tensor in stored.items()}, read
 
 
+def rounded_inputs(given: Tensor, scheme: Scheme) -> Tensor:
+    """What a layer of a scheme with int8 inputs computes with, each token's values by a scale of its own."""
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    arguments = _scheme(scheme).input_activations
+    scale, zero_point = compute_dynamic_scales_and_zp(given, arguments, torch.nn.Module())
+    rounded: Tensor = fake_quantize(given, scale, zero_point, arguments)
+    return rounded
+
+
 def config_section(choices: Mapping[str, Choice]) -> dict[str, Any]:
     """`quantization_config` for the layers of `choices`; those without a scheme are listed as ignored."""
     from compressed_tensors.quantization import QuantizationConfig

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardlab.compress import packed
 from shardlab.compress.card import Card, lineage_of, weight_bytes
@@ -113,6 +113,8 @@ class _Stage:
                 error, whole = output_error(parameter - read, moment), output_error(parameter.detach().clone(), moment)
                 self.errors[layer] = error / whole if whole else 0.0
             parameter.copy_(read)
+            if choice.scheme.int8_inputs:
+                segment.linears[layer].register_forward_pre_hook(_rounding(choice.scheme))
             for suffix, tensor in stored.items():
                 yield f"{layer}.{suffix}", tensor
         if segment.name:
@@ -142,6 +144,10 @@ def _compensated(weight: Tensor, moment: Tensor, scale: Tensor, scheme: Scheme) 
 
     changed = compensated(weight[:, order], moment[order][:, order], change)
     return changed[:, order.argsort()]
+
+
+def _rounding(scheme: Scheme) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    return lambda _layer, given: (packed.rounded_inputs(given[0], scheme), *given[1:])
 
 
 def _account(choice: Choice) -> str:

@@ -188,7 +188,7 @@ class Walk:
                 self._segment("", tail, own, {} if shared is not None else {name: tail.head}, observe_head)
             )
             if original is not None:
-                self._compare(reference, after, original, tail.head.weight if shared is None else shared)
+                self._compare(reference, after, original, shared)
 
     @property
     def quality(self) -> Quality | None:
@@ -222,7 +222,8 @@ class Walk:
             hidden = norm(hidden)
         return hidden.reshape(-1, hidden.shape[-1])
 
-    def _compare(self, reference: list[Tensor], after: list[_Rows], original: Tensor, changed: Tensor) -> None:
+    def _compare(self, reference: list[Tensor], after: list[_Rows], original: Tensor, shared: Tensor | None) -> None:
+        """`shared`: the changed embedding, where it is the head; else the head is as it was changed."""
         tail = self._model.tail
         totals = torch.zeros(4, dtype=torch.float64, device=self._device)
         tokens = 0
@@ -233,7 +234,10 @@ class Walk:
                 wanted = targets[chunk][valid]
                 bias = tail.head.bias
                 before = tail.transform(nn.functional.linear(first[chunk][valid], original, bias)).log_softmax(-1)
-                now = tail.transform(nn.functional.linear(second[chunk][valid], changed, bias)).log_softmax(-1)
+                given = second[chunk][valid]
+                # One row of tokens, as in a forward pass: inputs of two dims would be rounded by one scale for all.
+                now = tail.head(given[None])[0] if shared is None else nn.functional.linear(given, shared, bias)
+                now = tail.transform(now).log_softmax(-1)
                 divergence = nn.functional.kl_div(now, before, reduction="sum", log_target=True)
                 losses = [nn.functional.nll_loss(one, wanted, reduction="sum") for one in (before, now)]
                 agreed = (before.argmax(-1) == now.argmax(-1)).sum()

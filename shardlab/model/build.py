@@ -115,6 +115,11 @@ def _config(section: ModelSection, vocabulary: int, eos_token_id: int | None) ->
         if not path.is_file():
             raise UserError(f"model.path: {section.path} is not a Hugging Face model directory: it has no config.json")
     values = _read_config(key, path)
+    if section.path is not None and "quantization_config" in values:
+        raise UserError(
+            f"model.path: {section.path} is quantized ({values['quantization_config'].get('quant_method')}): its "
+            "weights can't be trained. Start from the directory that it was made from"
+        )
     try:
         if section.path is not None:
             config = AutoConfig.from_pretrained(section.path)

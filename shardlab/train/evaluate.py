@@ -1,6 +1,8 @@
 """A trained model's loss on held-out text, and what it writes."""
 
+import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from shardlab.backends.base import sum_losses
 from shardlab.backends.materialize import Materializer, move_buffers
 from shardlab.data import evaluation_batches, prepare_data
+from shardlab.data.window import IGNORED, MicroBatch
 from shardlab.errors import UserError
 from shardlab.model.build import build_model
 from shardlab.model.trainable import make_trainable, refuse_packing
@@ -27,6 +30,9 @@ def evaluate_directory(directory: Path, data: DataSection, *, micro_batch: int =
     prepared = prepare_data(data)
     if prepared.evaluation is None:
         raise UserError("nothing is held out: set data.evaluation_fraction above 0 or give data.evaluation_files")
+    batches = evaluation_batches(prepared.evaluation, micro_batch=micro_batch, rank=0, world_size=1)
+    if _is_quantized(directory):
+        return _figures(*_by_transformers(directory, batches, torch.device(topology.device)))
     model, weights = build_model(
         ModelSection(path=str(directory)),
         vocabulary=len(prepared.tokenizer),
@@ -40,10 +46,36 @@ def evaluate_directory(directory: Path, data: DataSection, *, micro_batch: int =
     device = torch.device(topology.device)
     Materializer(module, weights, device).materialize(module)
     move_buffers(module, device)
-    batches = evaluation_batches(prepared.evaluation, micro_batch=micro_batch, rank=0, world_size=1)
-    loss_sum, tokens = sum_losses(module, module, batches, topology)
+    return _figures(*sum_losses(module, module, batches, topology))
+
+
+def _figures(loss_sum: float, tokens: int) -> dict[str, Any]:
     loss = loss_sum / tokens
     return {"loss": loss, "perplexity": math.exp(loss), "tokens": tokens}
+
+
+def _is_quantized(directory: Path) -> bool:
+    try:
+        return "quantization_config" in json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # who builds the model says what is wrong
+
+
+def _by_transformers(directory: Path, batches: Iterable[MicroBatch], device: torch.device) -> tuple[float, int]:
+    """(sum of losses, tokens): the model as transformers runs it, inputs rounded too where the scheme says so."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device).eval()
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            moved = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
+            targets = moved.pop("targets").flatten()
+            logits = model(**moved, use_cache=False).logits.flatten(0, 1)
+            counted = targets != IGNORED
+            total += torch.nn.functional.cross_entropy(logits[counted], targets[counted], reduction="sum").item()
+            tokens += int(counted.sum())
+    return total, tokens
 
 
 def generate(directory: Path, prompt: str, *, new_tokens: int, temperature: float = 0.0, seed: int = 0) -> str:

@@ -17,6 +17,9 @@ from shardlab.compress.quantize import QuantizeConfig, quantize
 from shardlab.compress.stage import Rows
 from shardlab.data.window import IGNORED
 from shardlab.errors import UserError
+from shardlab.model.build import build_model
+from shardlab.recipe import DataSection, ModelSection
+from shardlab.train.evaluate import evaluate_directory
 from tests.compress.conftest import LENGTH
 
 
@@ -48,9 +51,10 @@ def perplexity(directory: Path, rows: Rows) -> float:
         {"scheme": "int4", "group_size": 32},
         {"scheme": "int3", "group_size": 16, "method": "rtn"},
         {"scheme": "int8", "head": True, "dtype": "fp32"},
+        {"scheme": "w8a8", "head": True},
         {"scheme": "int4", "group_size": 32, "local": ("*.down_proj=int8", "*.layers.0.*=none")},
     ],
-    ids=["int4", "int3-rtn", "head", "local"],
+    ids=["int4", "int3-rtn", "head", "w8a8", "local"],
 )
 def test_the_cards_perplexity_is_that_of_the_model_that_loads(
     values: dict[str, object], model: Path, rows: Rows, tmp_path: Path
@@ -126,7 +130,18 @@ def test_int8_inputs_are_in_the_config(model: Path, rows: Rows, tmp_path: Path) 
     (group,) = section["config_groups"].values()
     assert group["input_activations"]["dynamic"] is True
     assert section["format"] == "int-quantized"
-    assert math.isfinite(perplexity(tmp_path / "out", rows))
+
+
+def test_eval_runs_it_and_training_refuses_it(model: Path, text: Path, rows: Rows, tmp_path: Path) -> None:
+    card = run(model, tmp_path / "out", rows, scheme="w8a8")
+    data = DataSection(files=(str(text),), tokenizer=str(model), sequence_length=LENGTH, evaluation_fraction=0.2)
+    whole = evaluate_directory(tmp_path / "out", data)
+    assert whole["tokens"] > card["figures"]["held_out_tokens"] / 2  # type: ignore[index]
+    assert whole["perplexity"] == pytest.approx(card["figures"]["perplexity"]["after"], rel=0.1)  # type: ignore[index]
+    with pytest.raises(UserError, match=r"is quantized \(compressed-tensors\): its weights can't be trained"):
+        build_model(
+            ModelSection(path=str(tmp_path / "out")), vocabulary=10, eos_token_id=None, sequence_length=8, seed=0
+        )
 
 
 def test_what_can_not_be_done_is_said_at_once(model: Path, rows: Rows, tmp_path: Path) -> None:
