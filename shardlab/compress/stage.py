@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardlab.checkpoint.listing import hidden_name
 from shardlab.compress.walk import Batch, Quality
 from shardlab.data import evaluation_batches, prepare_data
 from shardlab.data.window import IGNORED
@@ -63,6 +64,8 @@ def source_config(directory: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is damaged: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is damaged: it is not an object")
     if "quantization_config" in config:
         raise UserError(f"{directory} is quantized already: start from the directory that it was made from")
     return config
@@ -75,8 +78,7 @@ def output_directory(source: Path, output: Path) -> Iterator[Path]:
     Raises UserError if `output` exists. Whatever goes wrong inside leaves nothing behind.
     """
     refuse_existing(output)
-    partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = output.with_name(hidden_name(output.name, "partial"))
     partial.mkdir(parents=True)
     try:
         for path in sorted(source.iterdir()):

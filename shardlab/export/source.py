@@ -1,7 +1,6 @@
 """The model directory that is exported: its config, its weights one tensor at a time, its tokenizer."""
 
 import importlib
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardlab.checkpoint.listing import hidden_name
+from shardlab.compress.stage import source_config
 from shardlab.errors import UserError
 from shardlab.model.build import build_shell
 from shardlab.model.checkpoint import directory_weights
@@ -59,14 +59,7 @@ def open_source(directory: Path) -> Source:
     Raises UserError where it is none, holds adapters or quantized weights, has no tokenizer with an end-of-text token,
     or its tokenizer knows more tokens than the embedding has rows.
     """
-    if (directory / "adapter_config.json").is_file():
-        raise UserError(f"{directory} holds adapters only; `shardlab merge {directory} OUT` makes a model of them")
-    config = read_config(directory)
-    if "quantization_config" in config:
-        raise UserError(
-            f"{directory} is quantized already ({config['quantization_config'].get('quant_method')}): "
-            "export the full-precision directory that it was made from"
-        )
+    source_config(directory)
     model: Any = build_shell(ModelSection(path=str(directory)), vocabulary=0, sequence_length=1)
     tokenizer = _tokenizer(directory)
     tokens, rows = 1 + max(tokenizer.get_vocab().values()), int(model.config.vocab_size)
@@ -79,19 +72,6 @@ def open_source(directory: Path) -> Source:
     return Source(
         directory, model.config, shapes, directory_weights(directory, model, _NoFreshRows(directory)), tokenizer
     )
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of a model directory. Raises UserError if there is none that can be read."""
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{directory} is not a Hugging Face model directory: it has no config.json") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{directory}: config.json can't be read: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{directory}: config.json is not an object")
-    return config
 
 
 def _tokenizer(directory: Path) -> Any:
