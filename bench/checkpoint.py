@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,7 +117,7 @@ def measure(options: argparse.Namespace) -> None:
             for what, value in turn(job, contestant).items():
                 found.setdefault(f"{contestant.name} {what}", []).append(value)
         size = int(found[f"{ours.name} bytes"][-1])
-        found.setdefault("dd", []).append(job.timed(lambda size=size: job.dd(size)).seconds)
+        found.setdefault("dd", []).append(job.timed(partial(job.dd, size)).seconds)
     medians = {name: statistics.median(values) for name, values in found.items()}
     rows = [
         {

@@ -199,8 +199,8 @@ class DeepSpeed:
 
     def __init__(self, job: Job):
         self.directory = job.directory / "deepspeed"
-        self._engine: Any = job.engine.backend
-        self._engine = self._engine._engine  # DeepSpeed's own
+        backend: Any = job.engine.backend
+        self._engine = backend._engine  # DeepSpeed's own
 
     def save(self) -> None:
         self._engine.save_checkpoint(str(self.directory), tag="one")

@@ -252,7 +252,8 @@ def shardlab(directory: Path, sequence: int) -> Callable[[], int]:
     )
 
     def work() -> int:
-        return len(prepare_data(section).train) * sequence
+        train: Any = prepare_data(section).train
+        return len(train) * sequence
 
     return work
 

@@ -205,7 +205,7 @@ def _peer_steps(options: argparse.Namespace, config: Path, rank: int) -> Iterato
     torch.manual_seed(0)
     values = json.loads(config.read_text())
     model = DistributedDataParallel(AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)))
-    kind = {"foreach": {"foreach": True}, "default": {}, "fused": {"fused": True}}[options.contestant]
+    kind: Any = {"foreach": {"foreach": True}, "default": {}, "fused": {"fused": True}}[options.contestant]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
     for step in range(STEPS):
         row = tokens(step, rank, config, options.sequence)

@@ -64,7 +64,8 @@ def main() -> None:
     length, rows = settings["sequence_length"], settings["micro_batch"]
     count = STEPS * settings["accumulation"] * rows * accelerator.num_processes
     tokens = torch.randint(0, config.vocab_size, (count, length))
-    loader = DataLoader([{"input_ids": row, "labels": row} for row in tokens], batch_size=rows)
+    examples: Any = [{"input_ids": row, "labels": row} for row in tokens]  # a list is a dataset, if not by type
+    loader: Any = DataLoader(examples, batch_size=rows)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
     losses = []

@@ -80,7 +80,7 @@ def _row(cell: Cell) -> dict[str, Any]:
 
 def _around(summary: dict[str, Any]) -> dict[str, float]:
     """MiB of the rank that took most while the model was built, and while it was written at the end."""
-    figures = {}
+    figures: dict[str, float] = {}
     columns = {"building": ("its low", "its high"), "writing": ("its lowest", "its highest")}
     for what, (low, high) in columns.items():
         peaks, predicted = summary[f"{what}_memory_bytes"], summary["predicted_memory_bytes"]["around"][what]

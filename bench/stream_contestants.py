@@ -97,6 +97,7 @@ def _ours(one: Contestant) -> dict[str, Any]:
         data = prepare(recipe.data)
         model, weights = build_from_recipe(engine, data)
         parameters = sum(parameter.numel() for parameter in model.parameters())
+        assert data.tokenizer is not None
         foresight = Foresight(recipe, engine.plan, engine.topology, len(data.tokenizer))
         engine.plan = foresight.fit(model, run, run / "checkpoints")
         engine.setup(model, weights, recipe.train.optimizer, data.tokenizer, packed=True)
@@ -180,7 +181,8 @@ def _deepspeed(one: Contestant) -> dict[str, Any]:
     windows = data.windows(
         global_batch_size=one.rows, micro_batch=1, rank=0, world_size=1, seed=0, steps=WARM_STEPS + one.steps
     )
-    seconds, losses = [], []
+    seconds: list[float] = []
+    losses = []
     for window in windows:
         if len(seconds) == WARM_STEPS:
             meter.reset()
