@@ -40,21 +40,29 @@ def evaluate(
 
 def export(
     directory: Annotated[Path, typer.Argument(metavar="IN", help="A Hugging Face model directory.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, such as model.gguf.")],
-    to: Annotated[str, typer.Option("--to", help="gguf.")],
-    dtype: Annotated[str, typer.Option(help="f32, f16, bf16, q8_0, q4_0 or q4_1.")] = "f16",
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="What to write, such as model.gguf.")],
+    to: Annotated[str, typer.Option("--to", help="gguf, or hf: a model directory.")],
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="gguf: f32, f16, bf16, q8_0, q4_0, q4_1. hf: bf16, fp16, fp32. [default: f16; bf16]"),
+    ] = None,
 ) -> None:
     """Write a model for another runtime, checked before it has its name.
 
-    Example: `shardlab export runs/demo/model model.gguf --to gguf --dtype q8_0`
+    Examples: `shardlab export runs/demo/model model.gguf --to gguf --dtype q8_0`,
+    `shardlab export runs/demo/model in-bf16 --to hf --dtype bf16`
     """
     from shardlab.errors import UserError
     from shardlab.export.gguf import export_gguf
     from shardlab.export.gguf_file import parse_dtype
+    from shardlab.export.hf import export_hf
 
-    if to != "gguf":
-        raise UserError(f"--to {to}: choose gguf")
-    typer.echo(export_gguf(directory, output, parse_dtype(dtype)).text())
+    if to == "gguf":
+        typer.echo(export_gguf(directory, output, parse_dtype(dtype or "f16")).text())
+    elif to == "hf":
+        typer.echo(export_hf(directory, output, dtype or "bf16").text())
+    else:
+        raise UserError(f"--to {to}: choose gguf or hf")
 
 
 def generate(

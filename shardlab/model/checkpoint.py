@@ -55,7 +55,7 @@ def directory_weights(directory: Path, model: nn.Module, fresh: Weights) -> Weig
     """
     parameters = dict(model.named_parameters())
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    files = _files(directory)
+    files = weight_files(directory)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     aliases = _aliases(model)
     vocabulary = _vocabulary_tensors(model)
@@ -73,7 +73,7 @@ def directory_weights(directory: Path, model: nn.Module, fresh: Weights) -> Weig
 
 def load_buffers(directory: Path, model: nn.Module) -> None:
     """Give `model`'s persistent buffers the values in `directory`; where it has none they stay as constructed."""
-    files = _files(directory)
+    files = weight_files(directory)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for name, buffer in persistent_buffers(model):
         stored = name.replace(".base_layer", "")
@@ -89,8 +89,8 @@ def load_buffers(directory: Path, model: nn.Module) -> None:
         buffer.copy_(value)
 
 
-def _files(directory: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it."""
+def weight_files(directory: Path) -> dict[str, Path]:
+    """Tensor name -> the file that holds it. Raises UserError where there is none, or the index is damaged."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:
