@@ -129,16 +129,6 @@ def _rows(
 
 
 def _figures(figures: Any, output: Path) -> str:
-    perplexity, size = figures["perplexity"], figures["weight_bytes"]
-    change = perplexity["after"] / perplexity["before"] - 1
-    return "\n".join(
-        [
-            f"perplexity {perplexity['before']:.3f} -> {perplexity['after']:.3f} ({change:+.2%}) "
-            f"over {figures['held_out_tokens']:,} held-out tokens",
-            f"likeliest token the same for {figures['top_token_agreement']:.1%}, "
-            f"KL divergence {figures['kl_divergence']:.5f}",
-            f"weights {size['before'] / 2**20:.2f} -> {size['after'] / 2**20:.2f} MiB "
-            f"({size['before'] / size['after']:.2f} times smaller)",
-            f"model: {output}",
-        ]
-    )
+    from shardlab.compress.summary import quality_lines, size_line
+
+    return "\n".join([*quality_lines(figures), size_line(figures), f"model: {output}"])

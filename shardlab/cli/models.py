@@ -16,11 +16,15 @@ def evaluate(
     ] = None,
     sequence_length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 256,
     packing: Annotated[bool, typer.Option(help="Several documents in a row, or one, cut at its end.")] = True,
+    original: Annotated[
+        Path | None,
+        typer.Option("--compare", metavar="DIR", help="The model that it was made from: what is lost."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Loss and perplexity of a model on held-out text.
 
-    Example: `shardlab eval runs/demo/model --files 'notes/*.txt'`
+    Examples: `shardlab eval runs/demo/model --files 'notes/*.txt'`, `shardlab eval small --compare runs/demo/model`
     """
     from shardlab.recipe import DataSection
     from shardlab.train.evaluate import evaluate_directory
@@ -33,6 +37,14 @@ def evaluate(
         sequence_length=sequence_length,
         packing=packing,
     )
+    if original is not None:
+        from shardlab.compress.compare import compare
+        from shardlab.compress.stage import quality_figures
+        from shardlab.compress.summary import quality_lines
+
+        figures = quality_figures(compare(original, directory, data))
+        typer.echo(json.dumps(figures) if as_json else "\n".join(quality_lines(figures)))
+        return
     result = evaluate_directory(directory, data)
     text = "loss {loss:.4f}  perplexity {perplexity:.2f}  over {tokens:,} tokens".format(**result)
     typer.echo(json.dumps(result) if as_json else text)

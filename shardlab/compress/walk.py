@@ -64,6 +64,27 @@ class Quality:
         return math.exp(self.loss_after)
 
 
+class Comparison:
+    """Sums up two models' logits for the same tokens."""
+
+    def __init__(self) -> None:
+        self._totals = torch.zeros(4, dtype=torch.float64)
+        self._tokens = 0
+
+    def add(self, before: Tensor, after: Tensor, targets: Tensor) -> None:
+        """Logits (tokens, vocabulary) of both, and the next tokens (tokens,), all of which count."""
+        first, second = before.log_softmax(-1), after.log_softmax(-1)
+        losses = [nn.functional.nll_loss(one, targets, reduction="sum") for one in (first, second)]
+        divergence = nn.functional.kl_div(second, first, reduction="sum", log_target=True)
+        agreed = (first.argmax(-1) == second.argmax(-1)).sum()
+        self._totals += torch.stack([*losses, divergence, agreed]).double().cpu()
+        self._tokens += len(targets)
+
+    def quality(self) -> Quality:
+        """Of all that was added."""
+        return Quality(self._tokens, *(self._totals / max(self._tokens, 1)).tolist())
+
+
 @dataclass
 class _Rows:
     """One batch on its way: what the blocks are called with, and the hidden states (batch, sequence, hidden)."""
@@ -224,27 +245,17 @@ class Walk:
 
     def _compare(self, reference: list[Tensor], after: list[_Rows], original: Tensor, shared: Tensor | None) -> None:
         """`shared`: the changed embedding, where it is the head; else the head is as it was changed."""
-        tail = self._model.tail
-        totals = torch.zeros(4, dtype=torch.float64, device=self._device)
-        tokens = 0
+        tail, comparison = self._model.tail, Comparison()
         for first, rows in zip(reference, after, strict=True):
             second, targets = self._final(rows.hidden), rows.batch["targets"].reshape(-1)
             for chunk in tail.chunks(len(targets)):
                 valid = targets[chunk] != IGNORED
-                wanted = targets[chunk][valid]
-                bias = tail.head.bias
-                before = tail.transform(nn.functional.linear(first[chunk][valid], original, bias)).log_softmax(-1)
-                given = second[chunk][valid]
+                given, bias = second[chunk][valid], tail.head.bias
+                before = nn.functional.linear(first[chunk][valid], original, bias)
                 # One row of tokens, as in a forward pass: inputs of two dims would be rounded by one scale for all.
                 now = tail.head(given[None])[0] if shared is None else nn.functional.linear(given, shared, bias)
-                now = tail.transform(now).log_softmax(-1)
-                divergence = nn.functional.kl_div(now, before, reduction="sum", log_target=True)
-                losses = [nn.functional.nll_loss(one, wanted, reduction="sum") for one in (before, now)]
-                agreed = (before.argmax(-1) == now.argmax(-1)).sum()
-                totals += torch.stack([*losses, divergence, agreed]).double()
-                tokens += len(wanted)
-        loss_before, loss_after, divergence_, agreement = (totals / max(tokens, 1)).tolist()
-        self._quality = Quality(tokens, loss_before, loss_after, divergence_, agreement)
+                comparison.add(tail.transform(before), tail.transform(now), targets[chunk][valid])
+        self._quality = comparison.quality()
 
     def _around_blocks(self) -> nn.Module:
         """The body without its blocks, as one module."""
