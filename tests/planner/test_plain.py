@@ -40,6 +40,7 @@ def predict(
             "model": {"config": str(file)},
             "data": {"tokenizer": "bytes", "sequence_length": 256},
             "train": {"precision": precision},
+            "checkpoint": {"every": None},  # these loops save nothing
         }
     )
     return predictor(asked, Machine("test", 2, accelerator, GIB, GIB), loop=loop)
