@@ -100,10 +100,10 @@ def _write_model(
     directory: Path, module: Trainable, tensors: Iterator[tuple[str, Tensor]], model: ModelSection
 ) -> None:
     if model.lora is None:
-        _write_config(directory, module, write_tensors(directory, tensors))
+        _write_config(directory, module, write_tensors(directory, tensors, SHARD_BYTES))
     elif model.lora.merge:
         merged = merged_tensors(tensors, model.lora, transposed_layers(module))
-        _write_config(directory, module, write_tensors(directory, merged))
+        _write_config(directory, module, write_tensors(directory, merged, SHARD_BYTES))
     else:
         save_file(dict(adapter_tensors(tensors)), directory / "adapter_model.safetensors", metadata={"format": "pt"})
         _write_adapter_config(directory, module, model)
@@ -116,9 +116,7 @@ def _write_adapter_config(directory: Path, module: Trainable, model: ModelSectio
     write_adapter_config(directory, model.lora, str(Path(model.path).resolve()), layers)
 
 
-def write_tensors(
-    directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES
-) -> torch.dtype:
+def write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> torch.dtype:
     """Write safetensors files of at most `shard_bytes` (or one tensor) and their index; return the last float dtype.
 
     What a file holds is in memory until the file is written.

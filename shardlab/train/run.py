@@ -81,12 +81,17 @@ def _train(
     foresight = Foresight(recipe, engine.plan, engine.topology, vocabulary)
     engine.plan = foresight.fit(model, output, output / DIRECTORY)
     claim(output, engine.topology, resume=resume)
-    # Files come after all that may refuse the recipe: an empty directory is free for the next try.
+    # The plan is there before the weights: should the system kill a rank that makes them, it says what was foreseen.
     planned = dataclasses.asdict(engine.plan) | {FORESEEN: foresight.foreseen()}
     if main:
         _write_json(output / PLAN_FILE, planned)
     engine.meter.reset()
-    _setup(engine, data, model, weights)
+    try:
+        _setup(engine, data, model, weights)
+    except UserError:  # refused after all: an empty directory is free for the next try
+        if main and resume is None:
+            (output / PLAN_FILE).unlink()
+        raise
     del model, weights
     say("\n".join([f"{parameters / 1e6:.2f}M parameters; {data.size()} to train on", *data.report.lines()]))
     if found is not None:
