@@ -51,7 +51,7 @@ def test_a_filler_row_is_not_counted() -> None:
 def test_the_recipe_learns_the_digits(pools: Pools, tmp_path: Path) -> None:
     """On one process; on two, sharded, its first epoch is the same, and so all would be.
 
-    It gets 97% of those held out right, give or take one of 360 by how the processor rounds: that is no threshold.
+    It gets 357 or 358 of the 360 held out right, by seed; 350 are the 97% that it promises.
     """
     output, sharded = tmp_path / "run", tmp_path / "sharded"
     ended = shardlab("train", RECIPE, "--output", output)
@@ -67,4 +67,4 @@ def test_the_recipe_learns_the_digits(pools: Pools, tmp_path: Path) -> None:
     batch = held_out.batch(range(len(held_out)))
     with torch.no_grad():
         right = (classifier.scores(batch["images"]).argmax(1) == batch["targets"]).float().mean()
-    assert right >= 0.95
+    assert right >= 0.97
