@@ -27,10 +27,23 @@ def prune(
     source: Source,
     output: Target,
     method: Annotated[
-        str, typer.Option(help="sparsegpt, wanda or magnitude: weights become zero; channels: narrower MLPs.")
+        str,
+        typer.Option(
+            help="sparsegpt, wanda, magnitude: weights become zero. channels (of MLPs), groups (a key-value head with "
+            "its query heads), layers, experts: these go."
+        ),
     ] = "sparsegpt",
     sparsity: Annotated[float | None, typer.Option(help="The share that goes, such as 0.5.")] = None,
     pattern: Annotated[str | None, typer.Option(metavar="N:M", help="N weights kept in each M, such as 2:4.")] = None,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="How many channels, groups, layers or experts stay, not --sparsity.")
+    ] = None,
+    by: Annotated[
+        str, typer.Option(help="What chooses them: influence on the output, activation, or magnitude of the weights.")
+    ] = "influence",
+    scope: Annotated[
+        str, typer.Option(help="global: by magnitude, all layers' weights are compared; layer: each layer's.")
+    ] = "layer",
     ignore: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Layers to leave, by name; may be given again.")
     ] = None,
@@ -42,16 +55,26 @@ def prune(
     seed: Annotated[int, typer.Option(help="Of the choice of calibration rows.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Take weights out of a model's linear layers, or channels out of its MLPs, and say what that costs.
+    """Take weights out of a model's linear layers, or whole parts out of the model, and say what that costs.
 
     OUT loads in transformers as it is. One block at a time is in memory.
 
-    Examples: `shardlab prune IN OUT --method channels --sparsity 0.25`, `shardlab prune IN OUT --pattern 2:4`
+    Examples: `shardlab prune IN OUT --method channels --sparsity 0.25`, `shardlab prune IN OUT --pattern 2:4`,
+    `shardlab prune IN OUT --method layers --keep 6`
     """
     from shardlab.compress.prune import PruneConfig
     from shardlab.compress.prune import prune as run
 
-    config = PruneConfig(method, sparsity, pattern, tuple(ignore or ()), dtype)  # type: ignore[arg-type]
+    config = PruneConfig(  # what may be chosen is said by the stage
+        method,  # type: ignore[arg-type]
+        sparsity,
+        pattern,
+        tuple(ignore or ()),
+        dtype,
+        by,  # type: ignore[arg-type]
+        keep,
+        scope,  # type: ignore[arg-type]
+    )
     rows, length = _rows(source, output, files, sequence_length, calibration, held_out, seed)
     card = run(source, output, config, rows, length, to_stderr)
     typer.echo(json.dumps(card.figures) if as_json else _figures(card.figures, output))

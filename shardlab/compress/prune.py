@@ -1,4 +1,4 @@
-"""Prune: weights become zero, or channels of the MLP go altogether, one block at a time."""
+"""Prune: weights become zero, or whole parts of the model go, one block at a time."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardlab.compress.card import Card, lineage_of, weight_bytes
 from shardlab.compress.moments import Moments
-from shardlab.compress.sparsity import Amount, by_magnitude, by_sparsegpt, by_wanda, parse_amount, without_inputs
+from shardlab.compress.sparsity import Amount, Cutoff, by_magnitude, by_sparsegpt, by_wanda, parse_amount
 from shardlab.compress.stage import (
     DTYPES,
     SHARD_BYTES,
@@ -25,49 +25,60 @@ from shardlab.compress.stage import (
     source_config,
     write_config,
 )
+from shardlab.compress.structured import FewerExperts, Kept, Narrower, Shallower, What
+from shardlab.compress.units import By
 from shardlab.compress.walk import Segment, Walk
 from shardlab.errors import UserError
 from shardlab.train.artifact import write_tensors
 
-Method = Literal["sparsegpt", "wanda", "magnitude", "channels"]
+Method = Literal["sparsegpt", "wanda", "magnitude", "channels", "groups", "layers", "experts"]
 
 MASKS = "shardlab_masks.safetensors"
-CHANNELS_OF = 8  # their number stays a multiple of it, where it was: matrix products prefer even sizes
 
 
 @dataclass(frozen=True)
 class PruneConfig:
-    """`ignore`: patterns of layers' names that stay as they are. `dtype` "auto" is the model's own."""
+    """`ignore`: patterns of layers' names that stay as they are. `dtype` "auto" is the model's own.
+
+    `by`: of what goes as a whole, what is measured to choose it; `keep`: how many stay. `scope` global: weights of all
+    layers are compared with each other, by magnitude.
+    """
 
     method: Method = "sparsegpt"
     sparsity: float | None = None
     pattern: str | None = None
     ignore: tuple[str, ...] = ()
     dtype: str = "auto"
+    by: By = "influence"
+    keep: int | None = None
+    scope: Literal["layer", "global"] = "layer"
 
 
 def prune(source: Path, output: Path, config: PruneConfig, rows: Rows, sequence_length: int, say: Say) -> Card:
     """Prune the model in `source` into `output`, which the plain class of `transformers` loads; its card.
 
-    With method "channels" the MLPs become narrower, in the config too, and so the file smaller. With the others
-    weights become zero: the file is as large, and says in `MASKS` which they are (one bit each, packed).
+    With method "channels", "groups", "layers" or "experts" these go, in the config too, and so the file is smaller.
+    With the others weights become zero: the file is as large, and says in `MASKS` which (one bit each, packed).
     Raises UserError, before anything is computed, for what can't be done, by name.
     """
     model_config = source_config(source)
-    if config.method not in get_args(Method):
-        raise UserError(f"--method {config.method}: choose one of {', '.join(get_args(Method))}")
-    amount = parse_amount(config.sparsity, config.pattern)
+    _check(config)
     walk = Walk(source, rows.calibration, rows.held_out, sequence_length=sequence_length)
     dtype = _dtype(config.dtype, model_config)
-    stage: _Masked | _Narrower
-    if config.method == "channels":
-        stage = _Narrower(walk, amount, model_config, config.ignore, dtype, say)
+    stage: _Masked | Narrower | Shallower | FewerExperts
+    kept = Kept(config.sparsity, config.keep)
+    if config.method == "channels" or config.method == "groups":
+        stage = Narrower(walk, config.method, kept, model_config, config.by, dtype, say)
+    elif config.method == "layers":
+        stage = Shallower(walk, kept, model_config, config.by, dtype, say)
+    elif config.method == "experts":
+        stage = FewerExperts(walk, kept, model_config, config.by, dtype, say)
     else:
-        stage = _Masked(walk, amount, config, dtype, say)
+        stage = _Masked(walk, parse_amount(config.sparsity, config.pattern), config, model_config, dtype, say)
     with output_directory(source, output) as partial:
         write_tensors(partial, walk.run(stage.change), SHARD_BYTES)
-        stage.finish(partial, model_config)
-        write_config(partial, model_config, dtype)
+        stage.finish(partial)
+        write_config(partial, stage.config, dtype)
         card = Card(
             "prune",
             {**asdict(config), "calibration_tokens": rows.tokens},
@@ -87,7 +98,16 @@ def prune(source: Path, output: Path, config: PruneConfig, rows: Rows, sequence_
 class _Masked:
     """Weights become zero."""
 
-    def __init__(self, walk: Walk, amount: Amount, config: PruneConfig, dtype: torch.dtype, say: Say):
+    def __init__(
+        self,
+        walk: Walk,
+        amount: Amount,
+        config: PruneConfig,
+        model_config: dict[str, Any],
+        dtype: torch.dtype,
+        say: Say,
+    ):
+        self.config = model_config
         self._amount = amount
         self._method = config.method
         self._dtype = dtype
@@ -102,6 +122,11 @@ class _Masked:
         ]
         if wrong:
             raise UserError(f"--pattern {amount.name} doesn't divide {', '.join(wrong[:8])}: --ignore leaves them out")
+        self._cutoff = None
+        if config.scope == "global":
+            names = [f"{name}.weight" for name, account in self.layers.items() if account == amount.name]
+            assert amount.share is not None
+            self._cutoff = Cutoff.find(lambda: map(walk.weights.tensor, names), amount.share)
 
     def change(self, segment: Segment) -> Iterator[tuple[str, Tensor]]:
         """See `walk.Change`."""
@@ -128,9 +153,11 @@ class _Masked:
             return by_sparsegpt(weight, self._amount, moment)
         if self._method == "wanda" and moment is not None:
             return by_wanda(weight, self._amount, moment), weight.clone()
+        if self._cutoff is not None:
+            return self._cutoff.stays(weight), weight.clone()
         return by_magnitude(weight, self._amount), weight.clone()  # of a layer that no row reached, too
 
-    def finish(self, directory: Path, _config: dict[str, Any]) -> None:
+    def finish(self, directory: Path) -> None:
         """Write the masks."""
         save_file(self._masks, directory / MASKS, metadata={"packing": "numpy.packbits of whether a weight stays"})
 
@@ -139,72 +166,26 @@ class _Masked:
         return {"pruned_weights": self._zeros, "sparsity": self._zeros / max(self._weights, 1)}
 
 
-class _Narrower:
-    """Channels of each block's MLP go: outputs of the layers before its middle, inputs of those behind."""
-
-    def __init__(
-        self, walk: Walk, amount: Amount, config: dict[str, Any], ignore: tuple[str, ...], dtype: torch.dtype, say: Say
+def _check(config: PruneConfig) -> None:
+    """Raises UserError for a choice that is none, and for options that say nothing of this method."""
+    for option, value, choices in (
+        ("method", config.method, get_args(Method)),
+        ("by", config.by, get_args(By)),
+        ("scope", config.scope, ("layer", "global")),
     ):
-        width = config.get("intermediate_size")
-        if amount.share is None or ignore:
-            raise UserError("--method channels takes --sparsity alone: every block's MLP has the config's one width")
-        before = [name for name, (outputs, _) in walk.linears().items() if outputs == width]
-        behind = [name for name, (_, inputs) in walk.linears().items() if inputs == width]
-        if not isinstance(width, int) or not before or len(behind) != walk.blocks:
-            raise UserError(
-                "the channels are not known: not every block has an MLP of linear layers of config.json's "
-                f"intermediate_size ({width})"
-            )
-        if width == walk.head()[1][1]:
-            raise UserError(f"the MLPs are as wide as the model ({width}): their channels can't be told from others")
-        multiple = CHANNELS_OF if width % CHANNELS_OF == 0 else 1
-        self._kept = round(width * (1 - amount.share) / multiple) * multiple
-        if not 0 < self._kept < width:
-            raise UserError(f"--sparsity {amount.share:g} would leave {self._kept} of {width} channels")
-        self._width, self._before, self._behind = width, set(before), set(behind)
-        self._dtype, self._say, self._blocks, self._done = dtype, say, walk.blocks, 0
-        self.layers = _chosen(walk, (), "as it was")
-        self.layers |= dict.fromkeys([*before, *behind], f"{self._kept} of {width} channels")
-
-    def change(self, segment: Segment) -> Iterator[tuple[str, Tensor]]:
-        """See `walk.Change`."""
-        if segment.name:
-            self._narrow(segment)
-            self._done += 1
-            self._say(f"block {self._done}/{self._blocks}")
-        for name, parameter in segment.parameters.items():
-            yield converted(name, parameter, self._dtype)
-
-    def _narrow(self, segment: Segment) -> None:
-        (behind,) = (name for name in segment.linears if name in self._behind)
-        last = segment.linears[behind]
-        with Moments({behind: last}) as moments:
-            segment.observe()
-        moment = moments.get(behind)
-        assert moment is not None
-        # What a channel adds to the output, by itself: the mean square of its value times its weights' squared norm.
-        influence = moment.diagonal() * last.weight.square().sum(0)
-        keep = influence.topk(self._kept).indices.sort().values
-        _set(segment, behind, last, "weight", without_inputs(last.weight.detach(), moment, keep))
-        for name in self._before & segment.linears.keys():
-            layer = segment.linears[name]
-            for leaf, parameter in list(layer.named_parameters(recurse=False)):
-                _set(segment, name, layer, leaf, parameter.detach()[keep].contiguous())
-
-    def finish(self, _directory: Path, config: dict[str, Any]) -> None:
-        """Give the config the new width."""
-        config["intermediate_size"] = self._kept
-
-    def figures(self) -> dict[str, Any]:
-        """For the card."""
-        return {"intermediate_size": {"before": self._width, "after": self._kept}}
-
-
-def _set(segment: Segment, name: str, layer: nn.Linear, leaf: str, value: Tensor) -> None:
-    """Another value of another shape; the walk takes the old parameter back when it leaves the block."""
-    parameter = nn.Parameter(value, requires_grad=False)
-    layer._parameters[leaf] = parameter
-    segment.parameters[f"{name}.{leaf}"] = parameter
+        if value not in choices:
+            raise UserError(f"--{option} {value}: choose one of {', '.join(choices)}")
+    if config.method in get_args(What):
+        if config.pattern is not None or config.ignore:
+            raise UserError(f"--method {config.method} takes --sparsity or --keep: as many {config.method} everywhere")
+        if (config.sparsity is None) == (config.keep is None):
+            raise UserError("give either --sparsity, the share that goes, or --keep, how many stay")
+        if config.sparsity is not None:
+            parse_amount(config.sparsity, None)
+    elif config.keep is not None:
+        raise UserError(f"--keep is for {', '.join(get_args(What))}; --method {config.method} takes --sparsity")
+    if config.scope == "global" and (config.method != "magnitude" or config.pattern is not None):
+        raise UserError("--scope global compares all layers' weights: it takes --method magnitude and --sparsity")
 
 
 def _chosen(walk: Walk, ignore: tuple[str, ...], account: str) -> dict[str, str]:

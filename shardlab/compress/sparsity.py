@@ -5,7 +5,7 @@ SparseGPT's share of the loss that the other weights can't make up for (arXiv 23
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,52 @@ def by_sparsegpt(weight: Tensor, amount: Amount, moment: Tensor) -> tuple[Tensor
         return column
 
     return stays, compensated(weight, moment, change)
+
+
+class Cutoff:
+    """The magnitude below which weights of several tensors go, so that a share of all of them does.
+
+    Found exactly by counting bits (a float's order without its sign is that of its bits), with one tensor in memory.
+    """
+
+    def __init__(self, bits: int, equal: int):
+        self._bits, self._equal = bits, equal
+
+    @classmethod
+    def find(cls, tensors: Callable[[], Iterable[Tensor]], share: float) -> "Cutoff":
+        """`tensors` (fp32) is called twice: for the upper half of the bits, and for the lower one."""
+        upper = sum(torch.bincount(_magnitude(one) >> 16, minlength=1 << 15) for one in tensors())
+        assert isinstance(upper, Tensor)
+        left = round(int(upper.sum()) * share)
+        high, left = _place(upper, left)
+        lower = sum(
+            torch.bincount(bits[bits >> 16 == high] & 0xFFFF, minlength=1 << 16) for bits in map(_magnitude, tensors())
+        )
+        assert isinstance(lower, Tensor)
+        low, equal = _place(lower, left)
+        return cls(high << 16 | low, equal)
+
+    def stays(self, weight: Tensor) -> Tensor:
+        """Which weights stay. Of those that are equal to the cutoff the first go, over all calls, as far as needed."""
+        bits = _magnitude(weight)
+        stays = bits > self._bits
+        equal = (bits == self._bits).nonzero().flatten()
+        gone = min(self._equal, len(equal))
+        stays[equal[gone:]] = True
+        self._equal -= gone
+        return stays.reshape(weight.shape)
+
+
+def _magnitude(tensor: Tensor) -> Tensor:
+    """(elements,) integers in the order of the absolute values."""
+    return tensor.detach().abs().float().contiguous().view(torch.int32).flatten()
+
+
+def _place(counts: Tensor, number: int) -> tuple[int, int]:
+    """(the place in which the `number`-th smallest lies, how many of that place are among the smallest)."""
+    before = counts.cumsum(0)
+    place = int(torch.searchsorted(before, max(number, 1)))
+    return place, number - (int(before[place - 1]) if place else 0)
 
 
 def without_inputs(weight: Tensor, moment: Tensor, keep: Tensor, damping: float = 0.01) -> Tensor:

@@ -37,6 +37,7 @@ class Segment:
     linears: dict[str, nn.Linear]  # by the user's names, without ".weight"
     observe: Callable[[], None] = field(repr=False)
     """Run the calibration rows through the segment as it is now: hooks on its layers see what they are given."""
+    gone: bool = False  # set by a change that leaves the block out: rows then pass it by
 
 
 Change = Callable[[Segment], Written]
@@ -143,6 +144,26 @@ class Walk:
                 shapes[name] = (linear.out_features, linear.in_features)
         return shapes
 
+    def linears_of_blocks(self) -> list[dict[str, tuple[int, int]]]:
+        """The same for each block by itself."""
+        return [
+            {name: (linear.out_features, linear.in_features) for name, linear in self._linears(block).items()}
+            for block in self._model.blocks
+        ]
+
+    @property
+    def blocks_name(self) -> str:
+        """Of the list of blocks in the user's model, such as "model.layers"."""
+        return self._model.anatomy.blocks
+
+    def block_shapes(self, index: int) -> dict[str, torch.Size]:
+        """Of the tensors of a block, by the user's names."""
+        return {self._names[id(parameter)]: parameter.shape for parameter in self._model.blocks[index].parameters()}
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of all tensors, tied ones once."""
+        return dict(self._model.shapes)
+
     def head(self) -> tuple[str, tuple[int, int]]:
         """The head's own name, though it may be tied, and (tokens, hidden size)."""
         head = self._model.tail.head
@@ -157,21 +178,23 @@ class Walk:
         return found
 
     @torch.no_grad()
-    def run(self, change: Change, *, unties: bool = False) -> Written:
-        """Go through the model; yields what `change` yields, segment by segment. `quality` is there afterwards.
+    def run(self, change: Change, *, unties: bool = False, judged: bool = True) -> Written:
+        """Go through the model; yields what `change` yields, segment by segment.
+
+        `quality` is there afterwards, unless it is not `judged`: then the held-out rows stay out of it.
 
         `unties`: of a tied model, the head is changed and written on its own. Without it the embedding's change is the
         head's. Raises UserError naming the segment where weights or activations are not finite.
         """
         table = self._model.table
         assert table is not None
-        around = self._around_blocks()
+        around, held_out = self._around_blocks(), self._held_out if judged else ()
         with _Loaded(self, around) as loaded:
-            before = [self._start(batch) for batch in self._held_out]
+            before = [self._start(batch) for batch in held_out]
             segment = self._segment("", self._model.body, loaded.parameters, linears={}, observe=lambda: None)
             yield from change(segment)
             rows = [self._start(batch) for batch in self._calibration]
-            after = [self._start(batch) for batch in self._held_out]
+            after = [self._start(batch) for batch in held_out]
             weight = table.weight
             assert isinstance(weight, Tensor)
             shared = weight.detach() if self.tied and not unties else None
@@ -185,8 +208,9 @@ class Walk:
                     for one in rows:
                         one.capture.run_block(index, block, one.hidden)
 
-                yield from change(self._segment(name, block, loaded.parameters, self._linears(block), observe))
-                for one in [*rows, *after]:
+                segment = self._segment(name, block, loaded.parameters, self._linears(block), observe)
+                yield from change(segment)
+                for one in [] if segment.gone else [*rows, *after]:
                     self._advance(one, index, block)
             for one in [*rows, *after]:
                 if not bool(one.hidden.isfinite().all()):
@@ -200,7 +224,7 @@ class Walk:
                     for part in self._final(one.hidden).split(tail.chunk_tokens):
                         tail.head(part)
 
-            original = tail.head.weight.detach().clone() if self._held_out else None
+            original = tail.head.weight.detach().clone() if held_out else None
             name = self.head()[0]
             own = {n: p for n, p in loaded.parameters.items() if p is not tail.head.weight}
             if shared is None:
