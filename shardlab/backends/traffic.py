@@ -45,9 +45,8 @@ def exchanges(setting: Setting) -> list[Exchange]:
     backend = setting.plan.backend
     if backend == "ddp":
         return [_all_reduce(setting, BUCKET_BYTES // FP32, "backward", 1)]
-    if backend == "fsdp":
-        return list(_fsdp(setting))
-    return list(_stage_3(setting) if backend == "zero3" else _whole_weights(setting))
+    sharded = {"fsdp": _fsdp, "zero3": _stage_3}.get(backend, _whole_weights)
+    return [exchange for exchange in sharded(setting) if exchange.calls]  # what stays gathered is none
 
 
 def _all_reduce(setting: Setting, bucket: int, behind: Behind, times: int) -> Exchange:

@@ -22,16 +22,17 @@ from shardlab.planner import calibration
 from shardlab.topology import core_count
 
 SECONDS = 2.0  # of each trial
+WIDTH = 512  # of the matrices and of the model
 TIMEOUT_SECONDS = 600.0
 _DISK_BYTES = 256 * 1024**2
 _PIECE = 4 * 1024**2
 _BUSY = 0.3  # of the cores
 
 
-def calibrate(seconds: float = SECONDS, disk_bytes: int = _DISK_BYTES) -> dict[str, Any]:
+def calibrate(seconds: float = SECONDS, disk_bytes: int = _DISK_BYTES, width: int = WIDTH) -> dict[str, Any]:
     """Measure, keep, and return what was kept. Raises UserError where the ranks do not come to an end."""
     busy = _load()
-    alone, pair = _measure(1, seconds), _measure(2, seconds)
+    alone, pair = _measure(1, seconds, width), _measure(2, seconds, width)
     accelerator = alone.pop("accelerator")
     if pair.pop("accelerator") != accelerator:  # there is only one: two ranks ran on the CPU
         pair = {**alone, "hop": 0.0, "link": {}}
@@ -52,10 +53,10 @@ def _load() -> float:
     return os.getloadavg()[0] / core_count()
 
 
-def _measure(ranks: int, seconds: float) -> dict[str, Any]:
+def _measure(ranks: int, seconds: float, width: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="shardlab-") as directory:
         file = Path(directory) / "figures.json"
-        arguments = [str(file), str(seconds)]
+        arguments = [str(file), str(seconds), str(width)]
         with RankJob(
             "shardlab.doctor.calibrate_job", arguments, nproc=ranks, timeout_seconds=TIMEOUT_SECONDS
         ) as running:
@@ -131,6 +132,12 @@ def lines(found: Mapping[str, Any]) -> list[str]:
         head = "1 rank alone" if ranks == "1" else "each of 2 ranks"
         said.append(f"{head}, threads {figures['threads']}: GFLOP/s: {', '.join(rates)}")
         said.append(f"  {memory}; {figures['operation'] * 1e6:.2g} us to start an operator")
+        shares = [
+            f"{share:.0%} in {precision} with {tokens} tokens"
+            for precision, by_tokens in figures["reached"].items()
+            for tokens, share in by_tokens.items()
+        ]
+        said.append(f"  of that a model reaches {', '.join(shares)}")
     pair = found["ranks"]["2"]
     links = ", ".join(f"{name} {rate / 1e9:.2g} GB/s" for name, rate in pair["link"].items())
     if links:

@@ -1,4 +1,4 @@
-"""One rank of a calibration: `python -m shardlab.doctor.calibrate_job FILE SECONDS`, the first rank writes the file."""
+"""One rank of a calibration: `-m shardlab.doctor.calibrate_job FILE SECONDS WIDTH`, the first rank writes the file."""
 
 import json
 import os
@@ -19,7 +19,7 @@ _TIMEOUT_SECONDS = 300.0  # a machine may be held up between two collectives
 
 def main() -> None:
     """Measure this rank while the others measure themselves, then what is between them."""
-    file, seconds = Path(sys.argv[1]), float(sys.argv[2])
+    file, seconds, width = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     apply_in_process()
     topology = Topology.detect(timeout_seconds=_TIMEOUT_SECONDS)
     device = torch.device(topology.device)
@@ -27,7 +27,7 @@ def main() -> None:
     if topology.world_size > 1:
         ensure_process_group(topology)
         check_collectives(topology)  # all start together
-    figures |= compute_rates(device, seconds)
+    figures |= compute_rates(device, seconds, width=width)
     if topology.world_size > 1:
         figures |= collective_rates(device, seconds)
     if topology.is_main:

@@ -1,23 +1,31 @@
 """What a rank can do, measured: matrix products, attention, memory, starting an operator, collectives.
 
 The work of each trial is counted by the rules that the planner counts a traced step by, so a rate is what turns that
-count into seconds. A trial is repeated and its quickest run kept: what else a machine does only ever adds.
+count into seconds. A trial is repeated and its quickest run kept: what else a machine does only ever adds. A whole
+model is slower than its parts, which run alone in warm caches: by how much is measured last, and by the median.
 """
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from shardlab.model.trainable import make_trainable
 from shardlab.plan import Precision, Work
+from shardlab.planner.cost import compute_seconds
+from shardlab.planner.rates import Rates
+from shardlab.planner.search import row_shapes
 from shardlab.planner.work import work_of
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Trial = Callable[[], object]
+_PASSES = (256, 1024)  # tokens: fewer at once are slower, each
 
 
 class Counting(TorchDispatchMode):
@@ -35,15 +43,20 @@ class Counting(TorchDispatchMode):
 
 def quickest(trial: Trial, seconds: float, device: torch.device) -> float:
     """Seconds of the quickest run of `trial` within about so many; it runs three times at least."""
+    return min(_timed(trial, seconds, device))
+
+
+def _timed(trial: Trial, seconds: float, device: torch.device) -> Iterator[float]:
+    """Of each run, after one that is not timed."""
     trial()
     _finish(device)
-    best, ends, runs = float("inf"), time.monotonic() + seconds, 0
+    ends, runs = time.monotonic() + seconds, 0
     while runs < 3 or time.monotonic() < ends:
         started = time.perf_counter()
         trial()
         _finish(device)
-        best, runs = min(best, time.perf_counter() - started), runs + 1
-    return best
+        runs += 1
+        yield time.perf_counter() - started
 
 
 def _finish(device: torch.device) -> None:
@@ -78,7 +91,59 @@ def compute_rates(device: torch.device, seconds: float, *, tokens: int = 512, wi
         host, size = torch.zeros(32 * tokens * width, pin_memory=True), 32 * tokens * width * 4
         figures["host_link"] = size / quickest(lambda: host.to(device, non_blocking=True), seconds, device)
         figures["host_memory"] = rate(_stream(torch.device("cpu"), 32 * tokens * width), "moved")
+    figures["reached"] = _reached(figures, device, seconds, width)
     return figures
+
+
+def _reached(
+    figures: Mapping[str, Any], device: torch.device, seconds: float, width: int
+) -> dict[Precision, dict[int, float]]:
+    """What passes through a small model reach of those rates, by precision and tokens."""
+    rates = Rates(
+        source="",
+        products=figures["products"],
+        attention=figures["attention"],
+        memory=figures["memory"],
+        stream=figures["stream"],
+        link={},
+        network=None,
+        host_link=None,
+        host_memory=None,
+        operation=figures["operation"],
+        hop=0.0,
+        network_hop=0.0,
+        overlaps=device.type != "cpu",
+        error=0.0,
+    )
+
+    def share(precision: Precision, tokens: int) -> float:
+        trial = _passes(device, DTYPES[precision], tokens, width)
+        ideal = compute_seconds(counted(trial), precision, rates)
+        return ideal / statistics.median(_timed(trial, 2 * seconds, device))
+
+    return {precision: {tokens: share(precision, tokens) for tokens in _PASSES} for precision in DTYPES}
+
+
+def _passes(device: torch.device, dtype: torch.dtype, tokens: int, width: int) -> Trial:
+    """Forward and backward of a Llama of four blocks, on packed rows."""
+    rows = max(1, tokens // 256)
+    batch = row_shapes(rows, tokens // rows, packed=True)
+    config = LlamaConfig(
+        vocab_size=16 * width,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=4,
+        num_attention_heads=max(1, width // 64),
+        max_position_embeddings=tokens,
+    )
+    module = make_trainable(AutoModelForCausalLM.from_config(config, dtype=dtype)).to(device)
+    on_device = {name: values.to(device) for name, values in batch.items()}
+
+    def trial() -> None:
+        module(on_device, 1.0).backward()
+        module.zero_grad()
+
+    return trial
 
 
 def _leaf(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:

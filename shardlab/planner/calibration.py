@@ -15,7 +15,7 @@ from shardlab.planner.rates import Rates
 from shardlab.runtime.extensions import cache_root
 from shardlab.topology import core_count
 
-VERSION = 1
+VERSION = 2
 MEASURED_ERROR, OTHERS_ERROR = 0.25, 0.5
 MEASURED = "measured on this machine by shardlab doctor --calibrate"
 OTHERS = "those of another CPU machine; shardlab doctor --calibrate measures this one"
@@ -104,4 +104,5 @@ def rates(
         overlaps=cores is None,
         error=error,
         disk=disk.get("both"),
+        reached={p: {int(tokens): share for tokens, share in by.items()} for p, by in figures["reached"].items()},
     )

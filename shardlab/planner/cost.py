@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from shardlab.backends.placement import Setting
 from shardlab.backends.stream.footprint import moved
 from shardlab.backends.traffic import Exchange, exchanges, moves
-from shardlab.plan import Work
+from shardlab.plan import Precision, Work
 from shardlab.planner.machine import Machine
 from shardlab.planner.rates import Rates
 
@@ -42,7 +42,9 @@ def cost(setting: Setting, machine: Machine, tokens: int) -> Cost | None:
     passes = {"forward": Work(), "backward": Work()}
     for span in setting.timeline:
         passes[span.phase] += span.work
-    seconds = {phase: compute_seconds(work, setting, rates) for phase, work in passes.items()}
+    rows = tokens * plan.micro_batch / plan.global_batch_size
+    share = rates.share(plan.precision, rows)
+    seconds = {phase: compute_seconds(work, plan.precision, rates) / share for phase, work in passes.items()}
     sending = _sending(setting, machine, rates, seconds)
     moving = _moving(setting, rates, sum(seconds.values()))
     if sending is None or moving is None:
@@ -58,9 +60,8 @@ def cost(setting: Setting, machine: Machine, tokens: int) -> Cost | None:
     return Cost(total, tokens / total, rates.error, parts, unhindered)
 
 
-def compute_seconds(work: Work, setting: Setting, rates: Rates) -> float:
-    """Of a pass."""
-    precision = setting.plan.precision
+def compute_seconds(work: Work, precision: Precision, rates: Rates) -> float:
+    """Of a pass that reaches the rates of its parts."""
     busy = work.products / rates.products[precision] + work.attention / rates.attention[precision]
     busy += work.moved / rates.memory
     starting = work.operations * rates.operation

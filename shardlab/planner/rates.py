@@ -4,8 +4,9 @@ A table holds what vendors state, of which a program reaches a share: `REACHED`.
 checked against published throughputs (see docs/planning.md). Measured rates are taken as they are.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardlab.plan import Precision
@@ -25,6 +26,8 @@ class Rates:
     `products` and `attention` are by precision. `memory` is for activations, `stream` for whole models. `link` is
     between neighbours on a node, in one direction, by collective; `network` between nodes, a device's share.
     `disk` is of reading and writing at once, several at a time, past the page cache.
+    `reached` is what a pass through a model reaches of them, by precision and by tokens of its micro-batch: they are of
+    parts, each alone in warm caches.
     `operation` is seconds to start an operator: added on a CPU, hidden behind the device where `overlaps`; `hop` and
     `network_hop` those of a message. `error`: share of a prediction that it may be off by.
     """
@@ -44,6 +47,18 @@ class Rates:
     overlaps: bool
     error: float
     disk: float | None = None
+    reached: Mapping[Precision, Mapping[int, float]] = field(default_factory=dict)
+
+    def share(self, precision: Precision, tokens: float) -> float:
+        """Of the rates, reached by a pass over so many tokens; 1 where that was not measured."""
+        known = sorted(self.reached.get(precision, {}).items())
+        if not known:
+            return 1.0
+        (low, least), (high, most) = known[0], known[-1]
+        if tokens <= low or low == high:
+            return least
+        way = min(1.0, math.log(tokens / low) / math.log(high / low))
+        return least + (most - least) * way
 
 
 KEYS = (

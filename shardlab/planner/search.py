@@ -5,7 +5,7 @@ moves less comes first. `RULE` says it in words, `_rank` in code. The same order
 time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -166,16 +166,18 @@ def survey(
     own: Plan | None = None,
     predict: Predictor | None = None,
     loop: Loop = "shardlab",
+    keep: Callable[[Plan], bool] = lambda plan: True,
 ) -> Survey:
     """Every candidate for `recipe` on `machine` up to the first that does not fit, and the recipe's own plan.
 
-    `predict`, where there is one for this recipe and kind of machine already, saves building the model again.
+    `predict`, where there is one for this recipe and kind of machine already, saves building the model again; `keep`
+    says which plans are looked at.
     """
     predict = predict or predictor(recipe, machine, loop=loop)
     base = own if own is not None else _base(recipe, machine.ranks)
     found: list[Candidate] = []
     full: set[tuple[str, Offload, str]] = set()
-    for plan in candidates(base, machine, loop):
+    for plan in filter(keep, candidates(base, machine, loop)):
         kind = (plan.backend, plan.offload, plan.recompute)
         if kind not in full:  # with more sequences at once it would fit still less
             found.append(assess(plan, predict, machine))
@@ -218,7 +220,7 @@ def _base(recipe: Recipe, ranks: int) -> Plan:
 def candidates(base: Plan, machine: Machine, loop: Loop = "shardlab") -> Iterator[Plan]:
     """Plans that differ from `base` in backend, offload, recompute and micro-batch."""
     share = base.accumulation * base.micro_batch
-    sizes = [size for size in MICRO_BATCHES if share % size == 0]
+    sizes = [size for size in sorted({*MICRO_BATCHES, base.micro_batch}) if share % size == 0]
     for backend in BACKENDS if base.world_size > 1 or machine.accelerator else BACKENDS[:1]:
         if backend == "fsdp" and loop != "shardlab" and not machine.accelerator:
             continue  # on a CPU Accelerate turns it into DDP

@@ -7,9 +7,10 @@ from typing import Any, cast, get_args
 
 from shardlab.errors import UserError
 from shardlab.plan import Loop
+from shardlab.planner.choose import choose, is_open
 from shardlab.planner.machine import Machine, parse_hardware, this_machine
 from shardlab.planner.resolve import resolve
-from shardlab.planner.search import Survey, survey
+from shardlab.planner.search import Survey, assess, predictor, survey
 from shardlab.recipe import Recipe, load_recipe
 
 SEQUENCES_PER_RANK = 8  # in a step, where no recipe says
@@ -37,8 +38,17 @@ def survey_for(
     if disk_tbw is not None:
         machine = replace(machine, disk_tbw=disk_tbw)
     if recipe is not None and model is None and sequence_length is None:
-        return survey(recipe, machine, resolve(recipe, world_size=machine.ranks), loop=loop)
+        return _of_recipe(recipe, machine, loop)
     return survey(_adapted(recipe, model, sequence_length, machine), machine, loop=loop)
+
+
+def _of_recipe(recipe: Recipe, machine: Machine, loop: Loop) -> Survey:
+    """With the recipe's own plan: what `shardlab train` would run, so what becomes of `auto` there."""
+    ruled, predict = resolve(recipe, world_size=machine.ranks), predictor(recipe, machine, loop=loop)
+    found = survey(recipe, machine, ruled, predict, loop)
+    if loop != "shardlab" or not is_open(recipe, ruled):
+        return found
+    return replace(found, own=assess(choose(found, ruled), predict, machine))
 
 
 def _machine(recipe: Recipe | None, ranks: int | None, hardware: str | None, file: Path | None) -> Machine:

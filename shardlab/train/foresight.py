@@ -5,12 +5,12 @@ the memory that there is. Otherwise it is traced at the end, so that the trace's
 measured peak.
 """
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardlab.backends.base import all_reduce_sum
@@ -20,16 +20,17 @@ from shardlab.errors import UserError
 from shardlab.plan import Footprint, Phase, Plan
 from shardlab.planner.around import Saving, most_checkpoints, on_disk
 from shardlab.planner.calibration import measured
+from shardlab.planner.choose import agreeing, choose, is_open
 from shardlab.planner.machine import Machine
 from shardlab.planner.names import gib, name, settings
 from shardlab.planner.predict import Predictor, floor_bytes, untraced
 from shardlab.planner.search import Candidate, assess, predictor, survey
 from shardlab.planner.streaming import fitted
 from shardlab.recipe import Recipe
+from shardlab.runtime.extensions import zero_unavailable_reason
 from shardlab.topology import Topology
 
 WORTH_A_TRACE = 0.35  # of the memory there is
-PLAN_FILE, FORESEEN = "plan.json", "foreseen"  # of a run's directory, and its key for what was known beforehand
 
 
 class Foresight:
@@ -44,6 +45,43 @@ class Foresight:
         self._saving = Saving.of(recipe)
         self._predictor: Predictor | None = None
         self._state_bytes = 0  # of a rank, without a trace
+
+    def choose(self, model: nn.Module) -> Plan:
+        """The plan with the backend that becomes of `auto`: the first rank's choice. Every rank calls this."""
+        if not is_open(self._recipe, self._plan):
+            return self._plan
+        chosen = [self._chosen(model) if self._topology.is_main else None]
+        if self._topology.world_size > 1:
+            dist.broadcast_object_list(chosen, 0)
+        assert chosen[0] is not None
+        self._plan = chosen[0]
+        return self._plan
+
+    def _chosen(self, model: nn.Module) -> Plan:
+        """By `resolve`'s rule where there is nothing to choose, or no trace to choose by."""
+        ruled, machine = self._plan, self._machine
+        alone = machine.ranks == 1 and not machine.accelerator
+        if self._unknown() is not None or (alone and not self._is_large(model)):
+            return ruled
+        agrees, usable = agreeing(self._recipe, ruled), zero_unavailable_reason() is None
+        try:
+            found = survey(
+                self._recipe,
+                machine,
+                ruled,
+                self._predict(),
+                keep=lambda plan: agrees(plan) and (usable or not plan.backend.startswith("zero")),
+            )
+        except UserError as error:  # a model that has no trace
+            return replace(ruled, reasons=(*ruled.reasons, f"by a rule, without a prediction: {error}"))
+        return choose(found, ruled)
+
+    def _is_large(self, model: nn.Module) -> bool:
+        """Whether the state alone is a good part of the memory that there is."""
+        optimizer = self._recipe.train.optimizer
+        setting = untraced(model, self._plan, optimizer, accelerator=self._machine.accelerator)
+        self._state_bytes = floor_bytes(setting, self._saving)
+        return self._state_bytes >= WORTH_A_TRACE * self._machine.memory_bytes
 
     def fit(self, model: nn.Module, output: Path, saved: Path) -> Plan:
         """The plan as it is to be run; see `refuse_what_cannot_fit`. `saved`: where the checkpoints lie.
@@ -116,10 +154,7 @@ class Foresight:
         return most_checkpoints(self._recipe.model_copy(update={"checkpoint": section}))
 
     def _complaint(self, model: nn.Module) -> str | None:
-        optimizer = self._recipe.train.optimizer
-        setting = untraced(model, self._plan, optimizer, accelerator=self._machine.accelerator)
-        self._state_bytes = floor_bytes(setting, self._saving)
-        if self._state_bytes < WORTH_A_TRACE * self._machine.memory_bytes or self._unknown() is not None:
+        if not self._is_large(model) or self._unknown() is not None:
             return None
         try:
             own = assess(self._plan, self._predict(), self._machine)
@@ -171,7 +206,7 @@ class Foresight:
         return self._predictor
 
     def foreseen(self) -> dict[str, Any]:
-        """What is known before the weights are made, for `after_a_kill`; the step only where it was traced by then."""
+        """What is known before the weights are made, for `after_a_kill`; the step only where it is traced by then."""
         try:
             footprint = self._predictor.footprint(self._plan) if self._predictor is not None else None
         except UserError:  # a model that has no trace
@@ -180,7 +215,8 @@ class Foresight:
             "plan": name(self._plan),
             "state_bytes": self._state_bytes,
             "memory_bytes": self._machine.memory_bytes,
-            "predicted": _as_dict(footprint) if footprint is not None else None,
+            "vocabulary": self._vocabulary,
+            "predicted": as_dict(footprint) if footprint is not None else None,
         }
 
     def compare(self, base: list[int], peak: list[int]) -> tuple[dict[str, Any] | None, str]:
@@ -195,7 +231,7 @@ class Foresight:
                 reason = str(error)
             else:
                 inside = f"predicted {_mib(footprint.low)} to {_mib(footprint.high)}, in the {footprint.moment}"
-                return _as_dict(footprint), f"{said}; {inside}"
+                return as_dict(footprint), f"{said}; {inside}"
         return None, f"{said}; not predicted: {reason}"
 
     def compare_around(self, base: list[int], building: list[int], writing: list[int] | None) -> str | None:
@@ -232,34 +268,6 @@ class Foresight:
         return cost.seconds, f"{took}predicted {cost.seconds:.3g}, by rates {rates.source if rates else ''}"
 
 
-def after_a_kill(output: Path, since: float) -> str | None:
-    """What the run's plan had predicted, of a job of which the system killed a rank: it says nothing else of why.
-
-    Read from what the run in `output` wrote before its weights were made: None where it did not come to that after
-    `since`, in seconds since the epoch.
-    """
-    file = output / PLAN_FILE
-    try:
-        told = json.loads(file.read_text(encoding="utf-8")) if file.stat().st_mtime >= since else {}
-    except (OSError, ValueError):
-        return None
-    foreseen = told.get(FORESEEN)
-    if foreseen is None:
-        return None
-    has, predicted = foreseen["memory_bytes"], foreseen["predicted"]
-    if predicted is None:
-        return (
-            f"the plan ({foreseen['plan']}) has {gib(foreseen['state_bytes'])} GiB of state a rank, and there are "
-            f"{gib(has)} for each: see `shardlab plan` for the rest"
-        )
-    low, high = (size + predicted["libraries"] for size in (predicted["surely"], predicted["highest"]))
-    text = (
-        f"the plan ({foreseen['plan']}) had predicted {gib(low)} to {gib(high)} GiB a rank at most, in the "
-        f"{predicted['where']}; there are {gib(has)} for each"
-    )
-    return text if high <= has else f"{text}: see `shardlab plan` for what fits"
-
-
 def _machine(topology: Topology) -> Machine:
     host = topology.host_memory_bytes // topology.local_world_size
     device = topology.device_memory_bytes
@@ -268,7 +276,8 @@ def _machine(topology: Topology) -> Machine:
     return Machine("this machine", ranks, device is not None, device or host, host, nodes, rates)
 
 
-def _as_dict(footprint: Footprint) -> dict[str, Any]:
+def as_dict(footprint: Footprint) -> dict[str, Any]:
+    """For the summary, and for `plan.json`."""
     around = footprint.around
     return {
         "low": footprint.low,

@@ -22,6 +22,7 @@ from shardlab.planner import describe
 from shardlab.recipe import Recipe, dump_recipe
 from shardlab.runtime.stopping import REQUEST
 from shardlab.topology import Topology
+from shardlab.train.after_a_kill import FORESEEN, PLAN_FILE
 from shardlab.train.callbacks import Callback
 from shardlab.train.checkpointing import (
     DIRECTORY,
@@ -32,7 +33,7 @@ from shardlab.train.checkpointing import (
     restore,
 )
 from shardlab.train.engine import Engine
-from shardlab.train.foresight import FORESEEN, PLAN_FILE, Foresight
+from shardlab.train.foresight import Foresight
 from shardlab.train.metrics import MetricsFile, Progress, spelled
 from shardlab.train.start import is_taken, taken_message
 
@@ -74,11 +75,12 @@ def _train(
         found = find_resumption(resume, output, engine.ranks, say)
         if found is not None:
             check_resumption(found, engine, identity, reset_schedule=reset_schedule)
-    say(describe(engine.plan))
     model, weights = build_from_recipe(engine, data)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     vocabulary = len(data.tokenizer) if data.tokenizer is not None else 0
     foresight = Foresight(recipe, engine.plan, engine.topology, vocabulary)
+    engine.plan = foresight.choose(model)
+    say(describe(engine.plan))
     engine.plan = foresight.fit(model, output, output / DIRECTORY)
     claim(output, engine.topology, resume=resume)
     # The plan is there before the weights: should the system kill a rank that makes them, it says what was foreseen.

@@ -58,9 +58,9 @@ def start(
         restart_command=[*resumed, "--resume=auto"],
     )
     if code == _KILLED:
-        from shardlab.train.foresight import after_a_kill
+        from shardlab.train.after_a_kill import after_a_kill
 
-        explanation = after_a_kill(output, since)
+        explanation = after_a_kill(recipe, output, since)
         if explanation is not None:
             print(explanation, file=sys.stderr, flush=True)
     return code

@@ -34,7 +34,7 @@ def test_a_calibration_is_what_plans_go_by(cache: Path) -> None:
     before = this_machine(1).rates
     assert before is not None
     assert before.source == calibration.OTHERS
-    found = calibrating.calibrate(seconds=0.01, disk_bytes=1024**2)
+    found = calibrating.calibrate(seconds=0.01, disk_bytes=1024**2, width=64)
     assert json.loads((cache / "calibration.json").read_text()) == found
     for ranks in (1, 2, 4):
         rates = this_machine(ranks).rates
@@ -43,6 +43,8 @@ def test_a_calibration_is_what_plans_go_by(cache: Path) -> None:
         assert rates.error < before.error
         assert rates.disk == found["disk"]["both"]
         positive = [*rates.products.values(), *rates.attention.values(), *rates.link.values()]
+        assert set(rates.reached) == {"fp32", "bf16"}
+        positive += [share for by_tokens in rates.reached.values() for share in by_tokens.values()]
         positive += [rates.memory, rates.stream, rates.operation, rates.hop]
         assert all(figure > 0 for figure in positive)
     assert this_machine(2).rates.products["fp32"] == found["ranks"]["2"]["products"]["fp32"]  # type: ignore[union-attr]
@@ -66,7 +68,7 @@ def test_the_shipped_figures_have_the_form_of_a_calibration(cache: Path) -> None
     )
     for ranks, figures in shipped["ranks"].items():
         made = calibration.rates(shipped["ranks"], int(ranks), 2, "", 0.5, shipped["disk"])
-        assert set(made.products) == {"fp32", "bf16"}
+        assert set(made.products) == set(made.reached) == {"fp32", "bf16"}
         assert figures["threads"] >= 1
     assert set(shipped["ranks"]["2"]["link"]) == {"all-reduce", "all-gather", "reduce-scatter"}
 

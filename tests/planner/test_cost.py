@@ -63,6 +63,23 @@ def test_a_pass_takes_its_products_its_attention_and_its_bytes() -> None:
     assert found.tokens_per_second == pytest.approx(1000 / found.seconds)
 
 
+def test_a_model_reaches_less_than_its_parts() -> None:
+    """Its passes do; the update, which is measured whole, and collectives stay."""
+    half = replace(RATES, reached={"fp32": {1: 0.5}})
+    whole, slower = costs(setting()), costs(setting(), replace(MACHINE, rates=half))
+    assert slower.parts["forward"] == pytest.approx(2 * whole.parts["forward"])
+    assert slower.parts["backward"] == pytest.approx(2 * whole.parts["backward"])
+    assert slower.parts["update"] == whole.parts["update"]
+    assert costs(setting(), replace(MACHINE, rates=replace(RATES, reached={"bf16": {1: 0.5}}))) == whole
+
+
+def test_more_tokens_at_once_reach_more() -> None:
+    """Between two measured sizes by the logarithm; beyond them nothing is made up."""
+    rates = replace(RATES, reached={"fp32": {256: 0.4, 1024: 0.8}})
+    shares = [rates.share("fp32", tokens) for tokens in (64, 256, 512, 1024, 8192)]
+    assert shares == pytest.approx([0.4, 0.4, 0.6, 0.8, 0.8])
+
+
 def test_starting_operators_hides_behind_a_device_and_adds_up_on_a_cpu() -> None:
     many = (Span("forward", 0, {}, {}, {}, Work(products=1e12, operations=2e6)),)
     device, cpu = RATES, replace(RATES, overlaps=False)
@@ -94,6 +111,13 @@ def test_replicas_keep_the_gathers_inside_a_node() -> None:
     machine = replace(MACHINE, ranks=16, nodes=2, rates=replace(RATES, network=1e6))
     whole, split = (costs(setting("fsdp", world_size=16, replicas=n), machine) for n in (1, 2))
     assert split.parts["communication"] < whole.parts["communication"] / 2
+
+
+def test_weights_that_stay_gathered_are_gathered_once() -> None:
+    kept, given_back = (setting("fsdp", reshard_after_forward=given) for given in (False, True))
+    gathers = [[e.behind for e in exchanges(of) if e.collective == "all-gather"] for of in (kept, given_back)]
+    assert gathers == [["forward"], ["forward", "backward"]]
+    assert costs(kept).parts["communication"] <= costs(given_back).parts["communication"]
 
 
 def test_what_fits_behind_a_pass_costs_one_call_and_what_does_not_the_rest() -> None:
@@ -153,6 +177,7 @@ def test_hardware_without_a_rate_has_no_time() -> None:
 
 def test_calibrated_rates_are_shared_by_the_ranks_of_a_cpu() -> None:
     figures = {"products": {"fp32": 10.0}, "attention": {"fp32": 4.0}, "memory": 6.0, "stream": 6.0, "operation": 1.0}
+    figures["reached"] = {"fp32": {"256": 0.5}}  # keys as JSON has them
     two = {"threads": 2, "hop": 1.0, "link": {"all-reduce": 8.0}, **figures}
     by_ranks = {"1": {"threads": 4, **figures}, "2": two}
     assert rates_of(by_ranks, 1, 4, "", 0.1, {"both": 7.0}).products["fp32"] == 10.0
@@ -161,6 +186,7 @@ def test_calibrated_rates_are_shared_by_the_ranks_of_a_cpu() -> None:
     assert (four.products["fp32"], four.memory, four.link["all-reduce"], four.operation) == (5.0, 3.0, 4.0, 1.0)
     assert (eight.products["fp32"], eight.operation) == (2.5, 2.0)  # two ranks take turns on a core
     assert four.disk == 7.0
+    assert four.share("fp32", 256) == 0.5
 
 
 LLAMA: dict[str, Any] = {

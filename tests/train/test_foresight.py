@@ -15,7 +15,8 @@ from shardlab.planner.machine import GIB
 from shardlab.planner.names import gib
 from shardlab.recipe import Recipe
 from shardlab.topology import Topology
-from shardlab.train.foresight import FORESEEN, PLAN_FILE, Foresight, after_a_kill
+from shardlab.train.after_a_kill import FORESEEN, PLAN_FILE, after_a_kill
+from shardlab.train.foresight import Foresight
 from tests.train.support import shardlab, write_recipe
 
 MIB = 2**20
@@ -41,13 +42,17 @@ def _recipe(config: Path, every: int | None) -> Recipe:
     )
 
 
+def two_ranks(backend: Any) -> Plan:
+    return Plan(backend, 2, 1, 1, 2, "fp32")
+
+
 def foresee(directory: Path, memory_of_a_rank: int, backend: Any = "ddp", every: int | None = None) -> Foresight:
     config = directory / "config.json"
     config.write_text(json.dumps(THIRTY_MILLION))
     recipe = _recipe(config, every)
     # Two ranks are planned for; this process stands for one of them, without the other to talk to.
     alone = dataclasses.replace(Topology.detect(), host_memory_bytes=memory_of_a_rank)
-    foresight = Foresight(recipe, Plan(backend, 2, 1, 1, 2, "fp32"), alone, vocabulary=257)
+    foresight = Foresight(recipe, two_ranks(backend), alone, vocabulary=257)
     foresight.refuse_what_cannot_fit(build_shell(recipe.model, vocabulary=257, sequence_length=128))
     return foresight
 
@@ -80,9 +85,10 @@ def test_where_nothing_fits_that_is_said(tmp_path: Path) -> None:
 
 
 def told(directory: Path, foresight: Foresight, since: float = 0.0) -> str | None:
-    """What is said after a kill, of a run that came as far as its plan."""
-    (directory / PLAN_FILE).write_text(json.dumps({FORESEEN: foresight.foreseen()}))
-    return after_a_kill(directory, since)
+    """What is said after a kill, of a run with fsdp that came as far as its plan."""
+    planned = dataclasses.asdict(two_ranks("fsdp")) | {FORESEEN: foresight.foreseen()}
+    (directory / PLAN_FILE).write_text(json.dumps(planned))
+    return after_a_kill(_recipe(directory / "config.json", None), directory, since)
 
 
 def test_a_kill_is_told_with_what_was_predicted(tmp_path: Path) -> None:
@@ -93,16 +99,32 @@ def test_a_kill_is_told_with_what_was_predicted(tmp_path: Path) -> None:
     assert said.endswith("there are 0.703 for each")
 
 
-def test_a_kill_of_a_plan_that_was_not_traced_is_told_with_its_state(tmp_path: Path) -> None:
-    """A trace then would take the seconds that the launcher has: https://github.com/deepspeedai/DeepSpeed/issues/4571"""
-    said = told(tmp_path, foresee(tmp_path, 64 * GIB, "fsdp"))
+def test_a_kill_of_a_plan_that_was_not_traced_is_told_all_the_same(tmp_path: Path) -> None:
+    """A small one is traced only then: its rank says nothing, https://github.com/deepspeedai/DeepSpeed/issues/4571"""
+    foresight = foresee(tmp_path, 64 * GIB, "fsdp")
+    assert foresight.foreseen()["predicted"] is None
+    said = told(tmp_path, foresight)
     assert said is not None
-    assert "has 0." in said
+    assert said.startswith("the plan (fsdp, micro-batch 1) predicts 0.")
+    assert said.endswith(f"there are {gib(64 * GIB)} for each")
+
+
+def test_a_kill_of_a_plan_that_has_no_trace_is_told_with_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foresight = foresee(tmp_path, 64 * GIB, "fsdp")
+
+    def refuse(*_: object) -> None:
+        raise UserError("rows of a builder's own")
+
+    monkeypatch.setattr("shardlab.train.after_a_kill.predictor", refuse)
+    said = told(tmp_path, foresight)
+    assert said is not None
     assert f"GiB of state a rank, and there are {gib(64 * GIB)} for each" in said
 
 
 def test_a_kill_before_the_plan_is_not_told_with_another_runs(tmp_path: Path) -> None:
-    assert after_a_kill(tmp_path, 0.0) is None
+    assert after_a_kill(_recipe(tmp_path, None), tmp_path, 0.0) is None
     assert told(tmp_path, foresee(tmp_path, 64 * GIB, "fsdp"), since=time.time() + 60) is None
 
 

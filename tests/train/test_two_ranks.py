@@ -35,6 +35,19 @@ def test_two_ranks_train_the_run_of_one(pools: Pools, tmp_path: Path, backend: s
     assert [step for step, _, _ in first] == [2, 3]
 
 
+def test_auto_is_one_backend_on_both_ranks(pools: Pools, tmp_path: Path) -> None:
+    """The first rank's choice, with its reason, which the plan of the run keeps."""
+    recipe, output = write_recipe(tmp_path), tmp_path / "run"
+    summary, _ = pools.run(2, "tests.train.jobs", "train_run", recipe=recipe, output=output)
+    plan = json.loads((output / "plan.json").read_text())
+    assert summary["backend"] == plan["backend"]
+    backend, micro_batch = plan["reasons"]
+    assert backend.startswith(
+        f"backend auto = {plan['backend']}: the fastest that fits; {plan['backend']}, micro-batch"
+    )
+    assert micro_batch == f"micro_batch auto = {plan['micro_batch']}, with it"
+
+
 def test_a_directory_that_is_taken_is_refused_on_both_ranks(pools: Pools, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").touch()

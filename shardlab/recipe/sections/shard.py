@@ -21,7 +21,7 @@ class ShardSection(Section):
     """How the job is laid out over the ranks. Nothing here changes what is learned."""
 
     backend: Literal["auto", "ddp", "zero1", "zero2", "zero3", "fsdp", "stream"] = "auto"
-    """ddp: whole on each rank; zero1, zero2, zero3, fsdp: sharded; stream: in files. auto: ddp on 1 rank, else fsdp."""
+    """ddp: whole on each rank; zero1, zero2, zero3, fsdp: sharded; stream: in files. auto: the fastest that fits."""
     micro_batch: PositiveInt | Literal["auto"] = "auto"
     """Sequences in one forward and backward; accumulation follows: global_batch_size / (micro_batch x world size)."""
     world_size: PositiveInt | None = None
