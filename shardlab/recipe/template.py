@@ -13,6 +13,7 @@ model:
   # builder: package.module:function
   freeze: []                  # glob patterns of tensors that are not trained, e.g. model.embed_tokens.*
   attention: torch            # or tiles: on a CPU by tiles of queries, faster in bf16 or packed rows
+  keep_masks: true            # what was pruned in `path` stays zero; false = trained again
   lora: null                  # e.g. {rank: 8, alpha: 16, targets: [q_proj, v_proj]}: adapters on `path`
 data:
   source: stdlib              # the standard library's source text; or instead:

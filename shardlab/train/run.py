@@ -19,8 +19,9 @@ from shardlab.errors import ExitCode, UserError
 from shardlab.model.build import build_model
 from shardlab.model.deferred import Weights
 from shardlab.planner import describe
-from shardlab.recipe import Recipe, dump_recipe
+from shardlab.recipe import ModelSection, Recipe, dump_recipe
 from shardlab.runtime.stopping import REQUEST
+from shardlab.state.masks import Masks
 from shardlab.topology import Topology
 from shardlab.train.callbacks import Callback
 from shardlab.train.checkpointing import (
@@ -94,6 +95,8 @@ def _train(
         raise
     del model, weights
     say("\n".join([f"{parameters / 1e6:.2f}M parameters; {data.size()} to train on", *data.report.lines()]))
+    if engine.masks:
+        say(f"{engine.masks.counted():,} pruned weights stay zero (model.keep_masks)")
     if found is not None:
         restore(engine, found)
         plan = found.manifest.plan
@@ -174,7 +177,15 @@ def setup_from_recipe(engine: Engine, data: PreparedData | OwnData) -> int:
 
 def _setup(engine: Engine, data: PreparedData | OwnData, model: nn.Module, weights: Weights) -> None:
     packed = engine.recipe.data.packing and isinstance(data, PreparedData)
-    engine.setup(model, weights, engine.recipe.train.optimizer, data.tokenizer, packed=packed)
+    masks = kept_masks(engine.recipe.model)
+    engine.setup(model, weights, engine.recipe.train.optimizer, data.tokenizer, packed=packed, masks=masks)
+
+
+def kept_masks(section: ModelSection) -> Masks:
+    """Those of the model directory, where the recipe keeps them. Adapters leave the base's zeros alone."""
+    if section.path is None or section.lora is not None or not section.keep_masks:
+        return Masks()
+    return Masks.read(Path(section.path))
 
 
 def build_from_recipe(engine: Engine, data: PreparedData | OwnData) -> tuple[nn.Module, Weights]:

@@ -210,7 +210,7 @@ def adapt(recipe: Path, overrides: Sequence[str], directory: Path) -> Adapted:
     assert section.lora is not None
     merging = section.model_copy(update={"lora": section.lora.model_copy(update={"merge": True})})
     merged = directory / "merged"
-    save_artifact(merged, engine.module, engine.backend.tensors(), None, engine.topology, merging)
+    save_artifact(merged, engine.module, engine.backend.tensors(), None, engine.topology, merging, engine.masks)
     outcome = Adapted(
         losses,
         before if engine.topology.is_main else {},
@@ -260,3 +260,23 @@ def diary(recipe: Path, output: Path) -> list[tuple[Any, ...]]:
 
     train(load_recipe(recipe), output, world_size=2, callbacks=[Diary()], say=lambda _: None)
     return told
+
+
+def masked_steps(recipe: Path, overrides: Sequence[str], directory: Path) -> tuple[list[int], list[float | None]]:
+    """After each step, how many pruned weights are not zero, in the masters here and in what computes; the losses."""
+    engine, loader = engine_of(recipe, *overrides)
+    came_back, losses = [], []
+    for window in loader:
+        losses.append(engine.step(window))
+        wrong = 0
+        for name, tensor in engine.backend.tensors():
+            if name in engine.masks:
+                wrong += int(tensor[~engine.masks.stays(name, tuple(tensor.shape))].count_nonzero())
+        for fragment in engine.backend.fragments():
+            if fragment.kind == "master" and fragment.name in engine.masks:
+                gone = ~engine.masks.stays(fragment.name, fragment.shape)[fragment.box.slices]
+                wrong += int(fragment.data[gone].count_nonzero())
+        came_back.append(wrong)
+    engine.save(directory)
+    engine.close()
+    return came_back, losses
