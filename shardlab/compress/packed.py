@@ -41,6 +41,14 @@ def pack(weight: Tensor, scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> t
     return {name: tensor.contiguous().cpu() for name, tensor in stored.items()}, read
 
 
+def stored_bits(scheme: Scheme, outputs: int, inputs: int, scale_bits: int = 16) -> int:
+    """Of all that `pack` stores for a layer: integers that fill up words of 32 bits, scales, and the shape."""
+    scales = outputs * scheme.grid.groups(inputs) * scale_bits
+    if scheme.int8_inputs:
+        return outputs * inputs * 8 + scales
+    return outputs * -(-inputs * scheme.grid.bits // 32) * 32 + scales + 2 * 64
+
+
 def rounded_inputs(given: Tensor, scheme: Scheme) -> Tensor:
     """What a layer of a scheme with int8 inputs computes with, each token's values by a scale of its own."""
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
