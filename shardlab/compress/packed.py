@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.compress.grid import Grid
-from shardlab.compress.schemes import Choice, Scheme
 from shardlab.errors import UserError
+from shardlab.model.grid import Grid
+from shardlab.model.schemes import Choice, Scheme
 
 
 def require() -> None:

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from shardlab.compress import packed
 from shardlab.compress.card import Card, lineage_of, weight_bytes
-from shardlab.compress.grid import find_scales, for_columns, rounded
 from shardlab.compress.moments import Moments
-from shardlab.compress.schemes import Choice, Indivisible, Layer, Scheme, choose, parse_rules, parse_scheme
 from shardlab.compress.second_order import compensated, output_error
 from shardlab.compress.sensitivity import allot, measure
 from shardlab.compress.stage import (
@@ -29,6 +27,8 @@ from shardlab.compress.stage import (
 )
 from shardlab.compress.walk import Segment, Walk
 from shardlab.errors import UserError
+from shardlab.model.grid import find_scales, for_columns, rounded
+from shardlab.model.schemes import Choice, Indivisible, Layer, Scheme, choose, parse_rules, parse_scheme
 from shardlab.train.artifact import write_tensors
 
 Method = Literal["gptq", "rtn"]

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardlab.compress.grid import find_scales
 from shardlab.compress.packed import pack, stored_bits
-from shardlab.compress.schemes import Scheme
 from shardlab.compress.walk import Batch, Segment, Walk
 from shardlab.errors import UserError
+from shardlab.model.grid import find_scales
+from shardlab.model.schemes import Scheme
 
 Costs = Mapping[str, Mapping[Scheme, float]]
 """Nats for a token, by layer and scheme."""

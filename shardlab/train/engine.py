@@ -25,6 +25,7 @@ from shardlab.checkpoint import join
 from shardlab.data import MicroBatch, Window, windows_from_batches
 from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights, Weights
+from shardlab.model.qat import round_layers
 from shardlab.model.trainable import Trainable, holds_packed_documents, make_trainable, refuse_packing
 from shardlab.plan import Plan
 from shardlab.recipe import ModelSection, Recipe, load_recipe
@@ -161,6 +162,8 @@ class Engine:
         What `masks` prune is zero from the start and after every update. Raises UserError where they are of another
         model, or it would get `packed` documents and can't keep them apart.
         """
+        if self.recipe.train.qat is not None:
+            round_layers(model, self.recipe.train.qat)
         self.module = make_trainable(model, seed=self.plan.seed, recompute=self.plan.recompute)
         if packed:
             refuse_packing(self.module)

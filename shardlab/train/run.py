@@ -18,6 +18,7 @@ from shardlab.data import OwnData, PreparedData, Window, evaluation_batches, pre
 from shardlab.errors import ExitCode, UserError
 from shardlab.model.build import build_model
 from shardlab.model.deferred import Weights
+from shardlab.model.qat import command
 from shardlab.planner import describe
 from shardlab.recipe import ModelSection, Recipe, dump_recipe
 from shardlab.runtime.stopping import REQUEST
@@ -159,6 +160,9 @@ def _train(
         if stop.signalled:
             raise SystemExit(ExitCode.STOPPED)
     else:
+        if recipe.train.qat is not None:
+            options = command(recipe.train.qat)
+            say(f"trained for: shardlab quantize {output / 'model'} OUT {options}")
         say(f"model: {output / 'model'}\nmetrics: {output / 'metrics.jsonl'}\nsummary: {output / 'summary.json'}")
     return summary if main else None
 

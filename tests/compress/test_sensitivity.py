@@ -15,15 +15,15 @@ from typer.testing import CliRunner
 
 from shardlab.cli import app
 from shardlab.compress.card import read_card
-from shardlab.compress.grid import find_scales
 from shardlab.compress.packed import pack, stored_bits
 from shardlab.compress.quantize import QuantizeConfig, quantize
-from shardlab.compress.schemes import Scheme, parse_scheme
 from shardlab.compress.sensitivity import allot, measure
 from shardlab.compress.stage import Rows
 from shardlab.compress.walk import Walk
 from shardlab.data.window import IGNORED
 from shardlab.errors import UserError
+from shardlab.model.grid import find_scales
+from shardlab.model.schemes import Scheme, parse_scheme
 from tests.compress.conftest import LENGTH
 
 LAYERS = ("model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj", "lm_head")

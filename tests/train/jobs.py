@@ -18,6 +18,7 @@ from shardlab.backends import zero_config
 from shardlab.checkpoint import CheckpointReader
 from shardlab.data import MicroBatch, WindowLoader, evaluation_batches, prepare_data
 from shardlab.errors import UserError
+from shardlab.model import qat
 from shardlab.recipe import load_recipe
 from shardlab.train.artifact import save_artifact
 from shardlab.train.callbacks import Evaluation, StepResult
@@ -280,3 +281,29 @@ def masked_steps(recipe: Path, overrides: Sequence[str], directory: Path) -> tup
     engine.save(directory)
     engine.close()
     return came_back, losses
+
+
+def rounded_steps(
+    recipe: Path, overrides: Sequence[str], directory: Path
+) -> tuple[list[float | None], dict[str, Array]]:
+    """The losses; and, after the last step, the weight that each rounded layer computes with."""
+    engine, loader = engine_of(recipe, *overrides)
+    losses = [engine.step(window) for window in loader]
+    engine.save(directory)
+    seen: list[Array] = []
+    read = qat._read
+
+    def note(*given: Any) -> Tensor:
+        result = read(*given)
+        seen.append(to_array(result))
+        return result
+
+    inputs = torch.tensor(PROBE)
+    positions = torch.arange(inputs.shape[1]).expand(inputs.shape)
+    with mock.patch.object(qat, "_read", note):
+        engine.evaluate([MicroBatch({"input_ids": inputs, "targets": inputs, "position_ids": positions}, 0)])
+    engine.close()
+    order = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    order += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    names = [f"model.layers.{layer}.{name}.weight" for layer in range(TINY["num_hidden_layers"]) for name in order]
+    return losses, dict(zip(names, seen, strict=True))
