@@ -10,7 +10,7 @@ not backward-clip-step. The rules that make the loss the same everywhere are kep
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from shardlab.model.trainable import Trainable
 from shardlab.plan import Plan
 from shardlab.recipe import SGD, AdamW
 from shardlab.state.fragment import Fragment, OptimizerState, StateReader
+from shardlab.state.masks import Masks
 from shardlab.topology import Topology
 
 OptimizerFactory = Callable[[Sequence[tuple[str, nn.Parameter]]], Optimizer]
@@ -46,7 +47,8 @@ class Job:
     """What a backend carries out: the module (its parameters on the meta device, or real), the plan, the machines.
 
     `directory` is for what a backend keeps on the disk while it runs; None is a temporary one. With `resume` it holds
-    what a run of this job that was killed has left, and the backend goes on from there.
+    what a run of this job that was killed has left, and the backend goes on from there. What `masks` prune is
+    zero after every update, in the masters and in the weights that compute.
     """
 
     module: Trainable
@@ -55,6 +57,7 @@ class Job:
     topology: Topology
     directory: Path | None = None
     resume: bool = False
+    masks: Masks = field(default_factory=Masks)
 
 
 class Backend(Protocol):

@@ -24,6 +24,7 @@ from shardlab.backends.base import (
     sum_dtype,
     sum_losses,
 )
+from shardlab.backends.masked import Owned, keep_zeros
 from shardlab.backends.materialize import Materializer, move_buffers
 from shardlab.backends.module_state import buffer_fragments, check_tensors, load_buffers
 from shardlab.backends.optimizer import build_optimizer, set_learning_rate
@@ -66,7 +67,12 @@ class DDPBackend:
             module.tail.weight_gradient = self._buckets.gradient(head)
             self._direct_head = None if module.tied else head
         self.optimizer: Optimizer = build_optimizer(job.optimizer, zip(names, masters, strict=True))
+        keep_zeros(self.optimizer, job.masks, self._owned)
         self._unchanged: list[str] | None = None
+
+    def _owned(self) -> Iterator[Owned]:
+        for name, master in zip(self._names, self._masters, strict=True):
+            yield Owned(master, name, 0, master)
 
     def run_window(self, window: Window, lr: float) -> Applied:
         """See `Backend.run_window`."""

@@ -28,6 +28,7 @@ from shardlab.backends.base import (
     sum_dtype,
     sum_losses,
 )
+from shardlab.backends.masked import Owned, keep_zeros
 from shardlab.backends.materialize import Materializer, move_buffers
 from shardlab.backends.module_state import buffer_fragments, check_tensors, load_buffers
 from shardlab.backends.optimizer import build_optimizer, set_learning_rate
@@ -56,6 +57,7 @@ class FSDPBackend:
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self.optimizer: Optimizer = build_optimizer(job.optimizer, named)
+        keep_zeros(self.optimizer, job.masks, self._owned)
         self._unchanged: list[str] | None = None
 
     def _shard(self, weights: Weights, offload: OffloadPolicy) -> None:
@@ -108,6 +110,14 @@ class FSDPBackend:
         for unit in self._units:
             shared.serve(unit)
         return shared
+
+    def _owned(self) -> Iterator[Owned]:
+        """This rank's rows of what is trained."""
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            local = _local(parameter)
+            if local.numel():
+                start = _rows(parameter, local).offsets[0] * (parameter.numel() // parameter.shape[0])
+                yield Owned(parameter, name, start, local)
 
     def run_window(self, window: Window, lr: float) -> Applied:
         """See `Backend.run_window`."""

@@ -28,6 +28,7 @@ from shardlab.backends.base import (
     sum_dtype,
     sum_losses,
 )
+from shardlab.backends.masked import Owned, keep_zeros
 from shardlab.backends.materialize import Materializer, move_buffers
 from shardlab.backends.module_state import buffer_fragments, check_tensors, load_buffers
 from shardlab.backends.optimizer import build_optimizer, set_learning_rate
@@ -63,6 +64,7 @@ class ZeROBackend:
             )
         self.optimizer = self._engine.optimizer
         self._state = ZeROState(self.optimizer, job.module, self._stage, job.topology.rank)
+        keep_zeros(self.optimizer.optimizer, job.masks, self._owned)
         # DeepSpeed casts the whole module to bf16: rotary frequencies would lose their digits.
         for name, buffer in buffers.items():
             owner, _, leaf = name.rpartition(".")
@@ -89,6 +91,10 @@ class ZeROBackend:
             for parameter in module.tail.head.parameters():
                 deepspeed.zero.register_external_parameter(module.tail, parameter)
         move_buffers(module, self._device)
+
+    def _owned(self) -> Iterator[Owned]:
+        for part in self._state.parts():
+            yield Owned(part.flat, part.name, part.start, part.of(part.flat))
 
     @torch.no_grad()
     def _write_masters(self, weights: Weights) -> None:

@@ -21,6 +21,7 @@ from shardlab.checkpoint.zero_files import ZeROFiles, tag_directory
 from shardlab.errors import UserError
 from shardlab.state.box import whole
 from shardlab.state.fragment import MASTER, Fragment
+from shardlab.state.masks import MASKS
 
 _INDEX = "model.safetensors.index.json"
 _PLAIN_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
@@ -95,9 +96,9 @@ def _model_fragments(files: list[Path]) -> Iterator[Fragment]:
 
 
 def _attachments(directory: Path) -> dict[str, bytes]:
-    """Config and tokenizer."""
+    """Config, tokenizer and masks."""
     return {
         path.name: path.read_bytes()
         for path in sorted(directory.iterdir())
-        if path.is_file() and path.name.endswith(_ATTACHED) and not path.name.endswith(".index.json")
+        if path.is_file() and path.name.endswith((*_ATTACHED, MASKS)) and not path.name.endswith(".index.json")
     }

@@ -27,6 +27,7 @@ from shardlab.errors import UserError
 from shardlab.model.lora import adapter_name
 from shardlab.state.box import boxes_of_range
 from shardlab.state.fragment import BUFFER, FROZEN, MASTER
+from shardlab.state.masks import MASKS
 
 ExportDtype = Literal["auto", "bf16", "fp32"]
 
@@ -114,6 +115,7 @@ def _copy_files(manifest: Manifest, directory: Path, like: Path | None, partial:
         sources = [directory / file.name for file in manifest.attachments]
     else:
         sources = [path for path in like.iterdir() if path.is_file() and not path.name.endswith(_WEIGHTS)]
+        sources += [directory / file.name for file in manifest.attachments if file.name == MASKS]
     for source in sources:
         shutil.copyfile(source, partial / source.name)
 

@@ -18,6 +18,7 @@ from shardlab.checkpoint.layout import DTYPES, Part, header
 from shardlab.errors import UserError
 from shardlab.state.box import Box
 from shardlab.state.fragment import OptimizerState
+from shardlab.state.masks import MASKS
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -96,7 +97,7 @@ class Manifest(_Strict):
 
     `aliases`: other names of tied tensors -> the canonical one. `schedule`, `cursor`, `recipe`, `plan` are the
     caller's; `evaluation` is a loss by which the best is kept, `parent` the checkpoint that the run came from.
-    `attachments` are small files that an exported model needs: its config, its tokenizer.
+    `attachments` are small files that an exported model needs: its config, its tokenizer, its masks.
     """
 
     version: int
@@ -178,7 +179,7 @@ def _file_faults(manifest: Manifest) -> Iterator[str]:
         if not _FILE_NAME.fullmatch(file.name):
             yield f"{file.name!r} is not a plain name of a file in the checkpoint's own directory"
     for file in manifest.attachments:
-        if not _ATTACHMENT_NAME.fullmatch(file.name) or file.name == MANIFEST:
+        if file.name == MANIFEST or not (_ATTACHMENT_NAME.fullmatch(file.name) or file.name == MASKS):
             yield f"{file.name!r} is not a name that an attachment may have"
     everything = [*manifest.files, *manifest.attachments]
     if len({file.name for file in everything}) < len(everything):

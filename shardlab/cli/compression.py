@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from shardlab.cli.options import Json, to_stderr
+from shardlab.errors import UserError
 
 DEFAULT_LENGTH = 256
 
@@ -83,7 +84,17 @@ def prune(
 def quantize(
     source: Source,
     output: Target,
-    scheme: Annotated[str, typer.Option(help="int8, int4, int2 to int7, w8a8, or int4g32 with its groups.")] = "int4",
+    scheme: Annotated[
+        str | None,
+        typer.Option(help="int8, int4, int2 to int7, w8a8, or int4g32 with its groups. [default: int4]"),
+    ] = None,
+    target_bits: Annotated[
+        float | None,
+        typer.Option(help="Instead of a scheme: bits for a weight on average, allotted by what each layer minds."),
+    ] = None,
+    widths: Annotated[
+        list[int] | None, typer.Option(help="Widths for --target-bits; given again. [default: 3 4 5 6 8]")
+    ] = None,
     group_size: Annotated[
         int | None,
         typer.Option(min=1, help="Inputs for each scale. [default: 128 for int4, 32 below, else a row]"),
@@ -114,17 +125,23 @@ def quantize(
     Examples: `shardlab quantize runs/demo/model small --scheme int4 --group-size 32`,
     `shardlab quantize IN OUT --scheme int4 --local '*.down_proj=int8' --local '*.layers.0.*=none'`
     """
-    from shardlab.compress.quantize import QuantizeConfig
+    from shardlab.compress.quantize import WIDTHS, QuantizeConfig
     from shardlab.compress.quantize import quantize as run
 
+    if target_bits is None and widths:
+        raise UserError("--widths are for --target-bits")
+    if target_bits is not None and scheme is not None:
+        raise UserError("give either --scheme or --target-bits; --local sets the scheme of single layers")
     config = QuantizeConfig(
-        scheme=scheme,
+        scheme=scheme or "int4",
         group_size=group_size,
         method=method,  # type: ignore[arg-type]  # what it may be is said by the stage
         local=tuple(local or ()),
         head=head,
         on_indivisible=on_indivisible,  # type: ignore[arg-type]
         dtype=dtype,
+        target_bits=target_bits,
+        widths=tuple(widths or WIDTHS),
     )
     rows, length = _rows(source, output, files, sequence_length, calibration, held_out, seed)
     card = run(source, output, config, rows, length, to_stderr)
@@ -152,6 +169,6 @@ def _rows(
 
 
 def _figures(figures: Any, output: Path) -> str:
-    from shardlab.compress.summary import quality_lines, size_line
+    from shardlab.compress.summary import bits_lines, quality_lines, size_line
 
-    return "\n".join([*quality_lines(figures), size_line(figures), f"model: {output}"])
+    return "\n".join([*quality_lines(figures), *bits_lines(figures), size_line(figures), f"model: {output}"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlab.errors import UserError
+from shardlab.state.masks import MASKS
 
 FILE = "shardlab_card.json"
 VERSION = 1
@@ -61,4 +62,4 @@ def lineage_of(directory: Path) -> tuple[Mapping[str, Any], ...]:
 
 def weight_bytes(directory: Path) -> int:
     """Bytes on disk of the weights in `directory`."""
-    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors") if path.name != MASKS)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.compress.walk import Comparison, Quality
+from shardlab.compress.quality import Comparison, Quality
 from shardlab.data import evaluation_batches, prepare_data
 from shardlab.data.window import IGNORED, MicroBatch
 from shardlab.errors import UserError

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlab.compress.grid import Grid
-from shardlab.compress.schemes import Choice, Scheme
 from shardlab.errors import UserError
+from shardlab.model.grid import Grid
+from shardlab.model.schemes import Choice, Scheme
 
 
 def require() -> None:
@@ -39,6 +39,14 @@ def pack(weight: Tensor, scale: Tensor, scheme: Scheme, dtype: torch.dtype) -> t
     # A reader in fp32: one in bf16 rounds each product of integer and scale once more.
     read = compressor.decompress({**stored, "weight_scale": stored["weight_scale"].float()}, library)["weight"]
     return {name: tensor.contiguous().cpu() for name, tensor in stored.items()}, read
+
+
+def stored_bits(scheme: Scheme, outputs: int, inputs: int, scale_bits: int = 16) -> int:
+    """Of all that `pack` stores for a layer: integers that fill up words of 32 bits, scales, and the shape."""
+    scales = outputs * scheme.grid.groups(inputs) * scale_bits
+    if scheme.int8_inputs:
+        return outputs * inputs * 8 + scales
+    return outputs * -(-inputs * scheme.grid.bits // 32) * 32 + scales + 2 * 64
 
 
 def rounded_inputs(given: Tensor, scheme: Scheme) -> Tensor:

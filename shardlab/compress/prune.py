@@ -6,9 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shardlab.compress.card import Card, lineage_of, weight_bytes
@@ -29,11 +27,10 @@ from shardlab.compress.structured import FewerExperts, Kept, Narrower, Shallower
 from shardlab.compress.units import By
 from shardlab.compress.walk import Segment, Walk
 from shardlab.errors import UserError
+from shardlab.state.masks import MASKS, Masks, packed
 from shardlab.train.artifact import write_tensors
 
 Method = Literal["sparsegpt", "wanda", "magnitude", "channels", "groups", "layers", "experts"]
-
-MASKS = "shardlab_masks.safetensors"
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,7 @@ class _Masked:
             if layer in mine:
                 stays, weight = self._pruned(parameter.detach(), moments.get(layer))
                 parameter.copy_(weight.mul_(stays))
-                self._masks[name] = _packed(stays)
+                self._masks[name] = packed(stays)
                 self._zeros += int((~stays).sum())
                 self._weights += stays.numel()
             yield converted(name, parameter, self._dtype)
@@ -159,7 +156,7 @@ class _Masked:
 
     def finish(self, directory: Path) -> None:
         """Write the masks."""
-        save_file(self._masks, directory / MASKS, metadata={"packing": "numpy.packbits of whether a weight stays"})
+        (directory / MASKS).write_bytes(Masks(self._masks).dump())
 
     def figures(self) -> dict[str, Any]:
         """For the card: counted, not as asked."""
@@ -210,23 +207,3 @@ def _dtype(name: str, config: dict[str, Any]) -> torch.dtype:
     stored = str(config.get("dtype", config.get("torch_dtype", "float32")))
     found = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
     return found.get(stored, torch.float32)
-
-
-def _packed(stays: Tensor) -> Tensor:
-    """(ceil(weights / 8),) bytes, the first weight in the highest bit."""
-    return torch.from_numpy(np.packbits(stays.cpu().numpy().reshape(-1)))
-
-
-def read_masks(directory: Path, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-    """Which weights stay, by the tensor's name; nothing where the directory has no masks. The inverse of `prune`'s."""
-    from safetensors.torch import load_file
-
-    path = directory / MASKS
-    if not path.is_file():
-        return {}
-    masks = {}
-    for name, packed in load_file(path).items():
-        shape = shapes[name]
-        bits = np.unpackbits(packed.numpy(), count=shape.numel())
-        masks[name] = torch.from_numpy(bits).bool().reshape(shape)
-    return masks

@@ -1,18 +1,19 @@
 """Quantize: fewer bits for each weight, the linear layers of one block at a time."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
 from shardlab.compress import packed
 from shardlab.compress.card import Card, lineage_of, weight_bytes
-from shardlab.compress.grid import find_scales, for_columns, rounded
 from shardlab.compress.moments import Moments
-from shardlab.compress.schemes import Choice, Indivisible, Layer, Scheme, choose, parse_rules, parse_scheme
 from shardlab.compress.second_order import compensated, output_error
+from shardlab.compress.sensitivity import allot, measure
 from shardlab.compress.stage import (
     DTYPES,
     SHARD_BYTES,
@@ -26,14 +27,23 @@ from shardlab.compress.stage import (
 )
 from shardlab.compress.walk import Segment, Walk
 from shardlab.errors import UserError
+from shardlab.model.grid import find_scales, for_columns, rounded
+from shardlab.model.schemes import Choice, Indivisible, Layer, Scheme, choose, parse_rules, parse_scheme
 from shardlab.train.artifact import write_tensors
 
 Method = Literal["gptq", "rtn"]
 
+WIDTHS = (3, 4, 5, 6, 8)  # tried for --target-bits
+TRIAL_BATCHES = 2  # of the calibration rows: each trial sees them
+
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """`local`: PATTERN=SCHEME or PATTERN=none, the last that matches a layer's name wins."""
+    """`local`: PATTERN=SCHEME or PATTERN=none, the last that matches a layer's name wins.
+
+    `target_bits`: what a weight may take on average on the disk; then `widths` are allotted to the layers without a
+    rule by what each costs, as measured, and `scheme` says nothing.
+    """
 
     scheme: str = "int4"
     group_size: int | None = None
@@ -42,6 +52,8 @@ class QuantizeConfig:
     head: bool = False
     on_indivisible: Indivisible = "error"
     dtype: str = "bf16"
+    target_bits: float | None = None
+    widths: tuple[int, ...] = WIDTHS
 
 
 def quantize(source: Path, output: Path, config: QuantizeConfig, rows: Rows, sequence_length: int, say: Say) -> Card:
@@ -54,7 +66,11 @@ def quantize(source: Path, output: Path, config: QuantizeConfig, rows: Rows, seq
     model_config = source_config(source)
     _check(config)
     walk = Walk(source, rows.calibration, rows.held_out, sequence_length=sequence_length)
-    choices = plan_layers(walk, config)
+    costs: dict[str, dict[Scheme, float]] = {}
+    if config.target_bits is None:
+        choices = plan_layers(walk, config)
+    else:
+        choices, costs = _allotted(walk, config, rows, say)
     unties = walk.tied and choices[walk.head()[0]].scheme is not None
     if unties:
         rows_, width = walk.head()[1]
@@ -74,6 +90,8 @@ def quantize(source: Path, output: Path, config: QuantizeConfig, rows: Rows, seq
                 **quality_figures(walk.quality),
                 "weight_bytes": {"before": weight_bytes(source), "after": weight_bytes(partial)},
                 "relative_output_error": stage.errors,
+                "bits_per_weight": stage.bits / stage.weights,
+                **_sensitivity(costs),
             },
             {name: _account(choice) for name, choice in choices.items()},
             lineage_of(source),
@@ -88,6 +106,7 @@ class _Stage:
     def __init__(self, choices: dict[str, Choice], config: QuantizeConfig, walk: Walk, say: Say):
         self.dtype = DTYPES[config.dtype]
         self.errors: dict[str, float] = {}  # squared error of a layer's outputs, of their squares; where calibrated
+        self.bits = self.weights = 0  # stored for the layers that are quantized, and their elements
         self._choices = choices
         self._method = config.method
         self._blocks = walk.blocks
@@ -116,7 +135,9 @@ class _Stage:
             if choice.scheme.int8_inputs:
                 segment.linears[layer].register_forward_pre_hook(_rounding(choice.scheme))
             for suffix, tensor in stored.items():
+                self.bits += 8 * tensor.numel() * tensor.element_size()
                 yield f"{layer}.{suffix}", tensor
+            self.weights += parameter.numel()
         if segment.name:
             self._done += 1
             self._say(f"block {self._done}/{self._blocks}")
@@ -173,7 +194,48 @@ def plan_layers(walk: Walk, config: QuantizeConfig) -> dict[str, Choice]:
     return choices
 
 
+def _allotted(
+    walk: Walk, config: QuantizeConfig, rows: Rows, say: Say
+) -> tuple[dict[str, Choice], dict[str, dict[Scheme, float]]]:
+    """(a choice for each layer, so that they keep `target_bits`; what each of the others cost)."""
+    assert config.target_bits is not None
+    by_width = [plan_layers(walk, replace(config, scheme=f"int{width}")) for width in config.widths]
+    patterns = list(parse_rules(config.local, config.group_size))
+    shapes = {**walk.linears(), walk.head()[0]: walk.head()[1]}
+    options: dict[str, dict[Scheme, Choice]] = {}
+    fixed: dict[str, Scheme] = {}
+    for name, choice in by_width[0].items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            if choice.scheme is not None:
+                fixed[name] = choice.scheme
+            continue
+        for choices in by_width:
+            scheme = choices[name].scheme
+            if scheme is not None:
+                options.setdefault(name, {})[scheme] = choices[name]
+    if not options:
+        raise UserError("--target-bits: the rules leave no layer to allot bits to")
+    allot({n: dict.fromkeys(of, 0.0) for n, of in options.items()}, shapes, config.target_bits, fixed)  # that it can be
+    say(f"measuring {sum(map(len, options.values()))} trials of {len(options)} layers")
+    candidates = {name: list(of_layer) for name, of_layer in options.items()}
+    costs = measure(walk, candidates, DTYPES[config.dtype], rows.calibration[:TRIAL_BATCHES])
+    found = allot(costs, shapes, config.target_bits, fixed)
+    counts = Counter(scheme.name for scheme in found.schemes.values())
+    say(f"{found.bits:.3f} bits for a weight: " + ", ".join(f"{counts[name]} x {name}" for name in sorted(counts)))
+    chosen = {name: options[name][scheme] for name, scheme in found.schemes.items() if name in options}
+    return {name: chosen.get(name, choice) for name, choice in by_width[0].items()}, costs
+
+
+def _sensitivity(costs: Mapping[str, Mapping[Scheme, float]]) -> dict[str, Any]:
+    """For the card: nats for a token, by layer and scheme."""
+    if not costs:
+        return {}
+    return {"sensitivity": {n: {scheme.name: cost for scheme, cost in of.items()} for n, of in costs.items()}}
+
+
 def _check(config: QuantizeConfig) -> None:
+    if not config.widths or not set(config.widths) <= set(range(2, 9)):
+        raise UserError(f"--widths {', '.join(map(str, config.widths))}: choose widths of 2 to 8 bits")
     if config.method not in get_args(Method):
         raise UserError(f"--method {config.method}: choose one of {', '.join(get_args(Method))}")
     if config.dtype not in DTYPES:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from shardlab.checkpoint.listing import hidden_name
-from shardlab.compress.walk import Batch, Quality
+from shardlab.compress.quality import Quality
+from shardlab.compress.walk import Batch
 from shardlab.data import evaluation_batches, prepare_data
 from shardlab.data.window import IGNORED
 from shardlab.errors import UserError

@@ -23,3 +23,9 @@ def size_line(figures: Mapping[str, Any]) -> str:
         f"weights {size['before'] / 2**20:.2f} -> {size['after'] / 2**20:.2f} MiB "
         f"({size['before'] / size['after']:.2f} times smaller)"
     )
+
+
+def bits_lines(figures: Mapping[str, Any]) -> list[str]:
+    """What a weight of the quantized layers takes on the disk."""
+    bits = figures.get("bits_per_weight")
+    return [] if bits is None else [f"{bits:.3f} bits for a weight of the quantized layers, scales included"]

@@ -5,16 +5,16 @@ held out go through the model twice, as it was and as it becomes, so that what t
 without either model ever being whole.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from shardlab.backends.materialize import move_buffers
+from shardlab.compress.quality import Comparison, Quality
 from shardlab.data.window import IGNORED
 from shardlab.errors import UserError
 from shardlab.model.build import build_model
@@ -25,6 +25,7 @@ from shardlab.recipe import ModelSection
 
 Batch = Mapping[str, Tensor]
 Written = Iterator[tuple[str, Tensor]]
+Trial = TypeVar("Trial")
 
 
 @dataclass
@@ -42,48 +43,6 @@ class Segment:
 
 Change = Callable[[Segment], Written]
 """Changes a segment's weights in place, and yields (name, tensor) of all that is to be written for it."""
-
-
-@dataclass(frozen=True)
-class Quality:
-    """What a change costs, over the same held-out tokens before and after."""
-
-    tokens: int
-    loss_before: float
-    loss_after: float
-    divergence: float  # mean Kullback-Leibler divergence of the changed model from the first, in nats for a token
-    agreement: float  # share of tokens whose likeliest successor is the same
-
-    @property
-    def perplexity_before(self) -> float:
-        """Of the model as it was."""
-        return math.exp(self.loss_before)
-
-    @property
-    def perplexity_after(self) -> float:
-        """Of the changed model."""
-        return math.exp(self.loss_after)
-
-
-class Comparison:
-    """Sums up two models' logits for the same tokens."""
-
-    def __init__(self) -> None:
-        self._totals = torch.zeros(4, dtype=torch.float64)
-        self._tokens = 0
-
-    def add(self, before: Tensor, after: Tensor, targets: Tensor) -> None:
-        """Logits (tokens, vocabulary) of both, and the next tokens (tokens,), all of which count."""
-        first, second = before.log_softmax(-1), after.log_softmax(-1)
-        losses = [nn.functional.nll_loss(one, targets, reduction="sum") for one in (first, second)]
-        divergence = nn.functional.kl_div(second, first, reduction="sum", log_target=True)
-        agreed = (first.argmax(-1) == second.argmax(-1)).sum()
-        self._totals += torch.stack([*losses, divergence, agreed]).double().cpu()
-        self._tokens += len(targets)
-
-    def quality(self) -> Quality:
-        """Of all that was added."""
-        return Quality(self._tokens, *(self._totals / max(self._tokens, 1)).tolist())
 
 
 @dataclass
@@ -233,7 +192,55 @@ class Walk:
                 self._segment("", tail, own, {} if shared is not None else {name: tail.head}, observe_head)
             )
             if original is not None:
-                self._compare(reference, after, original, shared)
+                finals = ((self._final(one.hidden), one.batch) for one in after)
+                self._quality = self._compare(reference, finals, original, shared)
+
+    @torch.no_grad()
+    def try_each(
+        self, trials: Callable[[Segment], Iterator[Trial]], batches: Sequence[Batch]
+    ) -> Iterator[tuple[Trial, Quality]]:
+        """What each trial would cost if nothing else were changed, over the rows of `batches`.
+
+        `trials` gets a block, or the head, and changes its weights in place before each thing that it yields; in the
+        end they are as they were. In memory are one block and the hidden states of another block's trials.
+        """
+        tail = self._model.tail
+        with _Loaded(self, self._around_blocks()):
+            rows = [self._start(batch) for batch in batches]
+        inputs = [one.hidden for one in rows]
+        for index, block in enumerate(self._model.blocks):
+            with _Loaded(self, block):
+                for one in rows:
+                    self._advance(one, index, block)
+        with _Loaded(self, tail) as loaded:
+            reference = [self._final(one.hidden) for one in rows]
+            original = tail.head.weight.detach().clone()
+            segment = self._segment("", tail, loaded.parameters, {self.head()[0]: tail.head}, lambda: None)
+            for trial in trials(segment):
+                yield trial, self._compare(reference, zip(reference, batches, strict=True), original, None)
+        for one, hidden in zip(rows, inputs, strict=True):
+            one.hidden = hidden
+        for index, block in enumerate(self._model.blocks):
+            with _Loaded(self, block) as loaded:
+                segment = self._segment(
+                    self._block_name(index), block, loaded.parameters, self._linears(block), lambda: None
+                )
+                tried = [
+                    (trial, [replace(one, hidden=one.capture.run_block(index, block, one.hidden)) for one in rows])
+                    for trial in trials(segment)
+                ]
+                for one in rows:
+                    self._advance(one, index, block)
+            for further in range(index + 1, self.blocks):
+                later = self._model.blocks[further]
+                with _Loaded(self, later):
+                    for _, changed in tried:
+                        for one in changed:
+                            self._advance(one, further, later)
+            with _Loaded(self, tail):
+                for trial, changed in tried:
+                    finals = ((self._final(one.hidden), one.batch) for one in changed)
+                    yield trial, self._compare(reference, finals, original, None)
 
     @property
     def quality(self) -> Quality | None:
@@ -267,11 +274,17 @@ class Walk:
             hidden = norm(hidden)
         return hidden.reshape(-1, hidden.shape[-1])
 
-    def _compare(self, reference: list[Tensor], after: list[_Rows], original: Tensor, shared: Tensor | None) -> None:
+    def _compare(
+        self,
+        reference: Sequence[Tensor],
+        after: Iterable[tuple[Tensor, Batch]],
+        original: Tensor,
+        shared: Tensor | None,
+    ) -> Quality:
         """`shared`: the changed embedding, where it is the head; else the head is as it was changed."""
         tail, comparison = self._model.tail, Comparison()
-        for first, rows in zip(reference, after, strict=True):
-            second, targets = self._final(rows.hidden), rows.batch["targets"].reshape(-1)
+        for first, (second, batch) in zip(reference, after, strict=True):
+            targets = batch["targets"].reshape(-1)
             for chunk in tail.chunks(len(targets)):
                 valid = targets[chunk] != IGNORED
                 given, bias = second[chunk][valid], tail.head.bias
@@ -279,7 +292,7 @@ class Walk:
                 # One row of tokens, as in a forward pass: inputs of two dims would be rounded by one scale for all.
                 now = tail.head(given[None])[0] if shared is None else nn.functional.linear(given, shared, bias)
                 comparison.add(tail.transform(before), tail.transform(now), targets[chunk][valid])
-        self._quality = comparison.quality()
+        return comparison.quality()
 
     def _around_blocks(self) -> nn.Module:
         """The body without its blocks, as one module."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from shardlab.errors import UserError
 from shardlab.recipe.complaints import explain
@@ -19,6 +19,12 @@ class Recipe(Section):
     train: TrainSection = TrainSection()
     shard: ShardSection = ShardSection()
     checkpoint: CheckpointSection = CheckpointSection()
+
+    @model_validator(mode="after")
+    def _rounding_weights_that_are_frozen(self) -> "Recipe":
+        if self.train.qat is not None and self.model.lora is not None:
+            raise ValueError("train.qat rounds the weights that are trained; model.lora freezes them: leave one out")
+        return self
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, where: str = "recipe") -> "Recipe":

@@ -13,6 +13,7 @@ model:
   # builder: package.module:function
   freeze: []                  # glob patterns of tensors that are not trained, e.g. model.embed_tokens.*
   attention: torch            # or tiles: on a CPU by tiles of queries, faster in bf16 or packed rows
+  keep_masks: true            # what was pruned in `path` stays zero; false = trained again
   lora: null                  # e.g. {rank: 8, alpha: 16, targets: [q_proj, v_proj]}: adapters on `path`
 data:
   source: stdlib              # the standard library's source text; or instead:
@@ -35,6 +36,7 @@ train:
   schedule: {name: cosine, warmup_steps: 20, final_fraction: 0.1}   # or linear, constant
   precision: bf16             # or fp32; masters, moments and accumulated gradients are fp32 in both
   clip_grad_norm: 1.0         # null = off
+  qat: null                   # e.g. {scheme: int4, group_size: 32}: train with weights rounded as by `quantize`
   seed: 0
   stop_after: null            # end at that step with a checkpoint; --resume goes on
   on_nonfinite: stop          # or skip

@@ -26,6 +26,7 @@ from shardlab.model.lora import (
 from shardlab.model.trainable import Trainable
 from shardlab.planner.around import SHARD_BYTES
 from shardlab.recipe import ModelSection
+from shardlab.state.masks import MASKS, Masks
 from shardlab.topology import Topology
 
 
@@ -36,10 +37,11 @@ def save_artifact(
     tokenizer: Any,
     topology: Topology,
     model: ModelSection,
+    masks: Masks,
 ) -> None:
     """Write `tensors` (collective, in the same order on every rank) and what else `from_pretrained` wants.
 
-    With `model.lora` that is an adapter directory, or the merged model.
+    With `model.lora` that is an adapter directory, or the merged model. `masks` go along.
 
     The directory is there whole or not at all: it is written beside and renamed. Raises UserError if it exists, and
     RuntimeError if a tensor is not of the model's own shape (a sharded parameter saved as it lies has zero elements).
@@ -59,11 +61,12 @@ def save_artifact(
     _write_model(partial, module, chain(checked(tensors, module.shapes), _buffers(module)), model)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
+    _write_masks(partial, masks)
     os.replace(partial, directory)
     all_reduce_sum(torch.zeros(1, device=topology.device), topology)  # no rank reads it before it is there
 
 
-def model_files(module: Trainable, tokenizer: Any, model: ModelSection) -> dict[str, bytes]:
+def model_files(module: Trainable, tokenizer: Any, model: ModelSection, masks: Masks) -> dict[str, bytes]:
     """The files beside the weights that `from_pretrained` wants, by name: a checkpoint takes them along.
 
     With adapters, those of an adapter directory, merged or not.
@@ -76,6 +79,7 @@ def model_files(module: Trainable, tokenizer: Any, model: ModelSection) -> dict[
             _write_adapter_config(directory, module, model)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
+        _write_masks(directory, masks)
         return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.is_file()}
 
 
@@ -88,6 +92,11 @@ def checked(tensors: Iterator[tuple[str, Tensor]], shapes: dict[str, torch.Size]
         yield name, tensor
     if left:
         raise RuntimeError(f"{len(left)} tensors of the model are missing, among them {next(iter(left))}")
+
+
+def _write_masks(directory: Path, masks: Masks) -> None:
+    if masks:
+        (directory / MASKS).write_bytes(masks.dump())
 
 
 def _buffers(module: Trainable) -> Iterator[tuple[str, Tensor]]:

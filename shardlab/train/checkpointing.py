@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardlab.backends.masked import MaskedReader
 from shardlab.checkpoint import AsyncSaver, CheckpointReader, Contents, Ranks, Saver, find_newest, verify_together
 from shardlab.checkpoint.listing import checkpoints
 from shardlab.checkpoint.manifest import MANIFEST, Manifest
@@ -17,6 +18,7 @@ from shardlab.errors import UserError
 from shardlab.planner.around import most_checkpoints
 from shardlab.recipe import Recipe
 from shardlab.runtime.stopping import REQUEST
+from shardlab.state.masks import Masks
 
 if TYPE_CHECKING:
     from shardlab.train.engine import Engine
@@ -233,8 +235,11 @@ def check_resumption(found: Resumption, engine: Engine, data: Mapping[str, Any],
 
 def restore(engine: Engine, found: Resumption) -> None:
     """Give the engine the checkpoint's state, whatever backend and world size it was saved by. Collective."""
+    if not engine.masks and engine.recipe.model.keep_masks:  # a loop of one's own need not give them again
+        there = Masks.read(found.path).checked(engine.module.shapes, engine.module.aliases)
+        engine.masks.packed.update(there.packed)
     with CheckpointReader(found.path) as reader:
-        engine.backend.load(reader)
+        engine.backend.load(MaskedReader(reader, engine.masks) if engine.masks else reader)
     schedule = found.manifest.schedule
     engine.steps_done = found.manifest.step
     engine.applied = _whole_number(schedule.get("applied"), found.manifest.step)

@@ -19,15 +19,18 @@ from torch.optim import Optimizer
 
 from shardlab.backends import Job, make_backend
 from shardlab.backends.base import Backend, OptimizerSettings, all_reduce_sum, fingerprint
+from shardlab.backends.masked import MaskedWeights, zero_pruned
 from shardlab.backends.optimizer import like
 from shardlab.checkpoint import join
 from shardlab.data import MicroBatch, Window, windows_from_batches
 from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights, Weights
+from shardlab.model.qat import round_layers
 from shardlab.model.trainable import Trainable, holds_packed_documents, make_trainable, refuse_packing
 from shardlab.plan import Plan
 from shardlab.recipe import ModelSection, Recipe, load_recipe
 from shardlab.runtime.environment import apply_in_process
+from shardlab.state.masks import Masks
 from shardlab.topology import Topology, check_collectives
 from shardlab.train.artifact import model_files, save_artifact
 from shardlab.train.callbacks import Callback, Evaluation, StepResult
@@ -85,6 +88,7 @@ class Engine:
         self.meter = MemoryMeter(topology)
         self.base_bytes = 0
         self.module: Trainable
+        self.masks = Masks()
         self.callbacks = list(callbacks)
         self._name = name
         self._output = output
@@ -151,20 +155,29 @@ class Engine:
         tokenizer: Any = None,
         *,
         packed: bool = False,
+        masks: Masks | None = None,
     ) -> None:
         """Hand the model to the backend: from here on it is sharded.
 
-        Raises UserError where it would get `packed` documents and can't keep them apart.
+        What `masks` prune is zero from the start and after every update. Raises UserError where they are of another
+        model, or it would get `packed` documents and can't keep them apart.
         """
+        if self.recipe.train.qat is not None:
+            round_layers(model, self.recipe.train.qat)
         self.module = make_trainable(model, seed=self.plan.seed, recompute=self.plan.recompute)
         if packed:
             refuse_packing(self.module)
         self.module.train()
         self._tokenizer = tokenizer
+        if masks:
+            self.masks = masks.checked(self.module.shapes, self.module.aliases)
+            zero_pruned(self.module, self.masks)
+            weights = MaskedWeights(weights, self.masks)
         backend = make_backend(self.plan)
         self.base_bytes = self.meter.current_bytes()  # the libraries, before the model
         directory = stream_directory(self.plan, self.output) if self.plan.backend == "stream" else None
-        backend.prepare(Job(self.module, self.plan, optimizer, self.topology, directory), weights)
+        job = Job(self.module, self.plan, optimizer, self.topology, directory, masks=self.masks)
+        backend.prepare(job, weights)
         self._backend = backend
         self.module.check_tie()
         self._check_buffers()
@@ -194,14 +207,20 @@ class Engine:
                 raise RuntimeError(f"the buffer {name} is not the same on all ranks")
 
     def prepare(
-        self, model: nn.Module, optimizer: Optimizer, loader: Iterable[Mapping[str, Tensor]]
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loader: Iterable[Mapping[str, Tensor]],
+        *,
+        masks: Mapping[str, Tensor] | None = None,
     ) -> tuple[Trainable, Any, Iterator[Window]]:
         """For a user's own loop: (the sharded model, its optimizer, an iterator of windows).
 
         The optimizer that comes back is of the given one's kind, options and groups, over the sharded parameters; the
         given one is emptied, for it would hold tensors that are no longer trained. The rate follows the recipe's
         schedule, its peak being the given optimizer's. `loader` yields this rank's batches (`input_ids` and `labels`
-        as for transformers).
+        as for transformers). `masks` say by parameter which of its elements stay (booleans of its shape): the others
+        are zero from here on, and what is saved says so.
         """
         if self.plan.stream.memory_limit is not None:
             raise UserError(
@@ -211,7 +230,7 @@ class Engine:
         settings = like(optimizer, model)
         self.peak_learning_rate = float(optimizer.defaults["lr"])
         self._source = ModelSection()  # not the recipe's model
-        self.setup(model, ModuleWeights(model), settings)
+        self.setup(model, ModuleWeights(model), settings, masks=Masks.of(masks or {}))
         optimizer.state.clear()
         optimizer.param_groups.clear()
         return self.module, self.backend.optimizer, self._windows_to_train(loader)
@@ -277,7 +296,8 @@ class Engine:
         return learning_rate(train.schedule, peak=self.peak_learning_rate, applied=self.applied, steps=train.steps)
 
     def _check_changed(self, lr: float) -> None:
-        unchanged = self.backend.unchanged_parameters()
+        shapes, names = self.module.shapes, self.backend.unchanged_parameters()
+        unchanged = [name for name in names if self.masks.frees(name, shapes[name])]
         if unchanged:
             raise RuntimeError(
                 f"the first step, at learning rate {lr:g}, did not change {len(unchanged)} of the trainable tensors "
@@ -327,12 +347,13 @@ class Engine:
             tokenizer or self._tokenizer,
             self.topology,
             self._source,
+            self.masks,
         )
         return chosen
 
     def model_files(self) -> dict[str, bytes]:
-        """What a model directory holds beside the weights (config, tokenizer), by name."""
-        return model_files(self.module, self._tokenizer, self._source)
+        """What a model directory holds beside the weights (config, tokenizer, masks), by name."""
+        return model_files(self.module, self._tokenizer, self._source, self.masks)
 
     def save_state(self, root: str | Path | None = None) -> Path:
         """Save a checkpoint to go on from, in `root` (without it `checkpoints` in `output`). Every rank calls this.

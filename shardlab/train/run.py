@@ -18,9 +18,11 @@ from shardlab.data import OwnData, PreparedData, Window, evaluation_batches, pre
 from shardlab.errors import ExitCode, UserError
 from shardlab.model.build import build_model
 from shardlab.model.deferred import Weights
+from shardlab.model.qat import command
 from shardlab.planner import describe
-from shardlab.recipe import Recipe, dump_recipe
+from shardlab.recipe import ModelSection, Recipe, dump_recipe
 from shardlab.runtime.stopping import REQUEST
+from shardlab.state.masks import Masks
 from shardlab.topology import Topology
 from shardlab.train.after_a_kill import FORESEEN, PLAN_FILE
 from shardlab.train.callbacks import Callback
@@ -96,6 +98,8 @@ def _train(
         raise
     del model, weights
     say("\n".join([f"{parameters / 1e6:.2f}M parameters; {data.size()} to train on", *data.report.lines()]))
+    if engine.masks:
+        say(f"{engine.masks.counted():,} pruned weights stay zero (model.keep_masks)")
     if found is not None:
         restore(engine, found)
         plan = found.manifest.plan
@@ -158,6 +162,9 @@ def _train(
         if stop.signalled:
             raise SystemExit(ExitCode.STOPPED)
     else:
+        if recipe.train.qat is not None:
+            options = command(recipe.train.qat)
+            say(f"trained for: shardlab quantize {output / 'model'} OUT {options}")
         say(f"model: {output / 'model'}\nmetrics: {output / 'metrics.jsonl'}\nsummary: {output / 'summary.json'}")
     return summary if main else None
 
@@ -176,7 +183,15 @@ def setup_from_recipe(engine: Engine, data: PreparedData | OwnData) -> int:
 
 def _setup(engine: Engine, data: PreparedData | OwnData, model: nn.Module, weights: Weights) -> None:
     packed = engine.recipe.data.packing and isinstance(data, PreparedData)
-    engine.setup(model, weights, engine.recipe.train.optimizer, data.tokenizer, packed=packed)
+    masks = kept_masks(engine.recipe.model)
+    engine.setup(model, weights, engine.recipe.train.optimizer, data.tokenizer, packed=packed, masks=masks)
+
+
+def kept_masks(section: ModelSection) -> Masks:
+    """Those of the model directory, where the recipe keeps them. Adapters leave the base's zeros alone."""
+    if section.path is None or section.lora is not None or not section.keep_masks:
+        return Masks()
+    return Masks.read(Path(section.path))
 
 
 def build_from_recipe(engine: Engine, data: PreparedData | OwnData) -> tuple[nn.Module, Weights]:

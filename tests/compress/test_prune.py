@@ -8,12 +8,19 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardlab.compress.card import read_card
-from shardlab.compress.prune import PruneConfig, prune, read_masks
+from shardlab.compress.prune import PruneConfig, prune
 from shardlab.compress.quantize import QuantizeConfig, quantize
 from shardlab.compress.stage import Rows
 from shardlab.errors import UserError
+from shardlab.state.masks import Masks
 from tests.compress.conftest import LENGTH
 from tests.compress.test_quantize import perplexity
+
+
+def whole_masks(directory: Path) -> dict[str, torch.Tensor]:
+    """Which weights stay, as the directory says it."""
+    masks, shapes = Masks.read(directory), load_file(directory / "model.safetensors")
+    return {name: masks.stays(name, tuple(shapes[name].shape)) for name in masks}
 
 
 def run(source: Path, output: Path, rows: Rows, **values: object) -> dict[str, object]:
@@ -40,7 +47,7 @@ def test_zeros_are_those_of_the_masks_and_the_figures_those_of_what_loads(
     card = run(model, tmp_path / "out", rows, **values)
     before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "out"))
     assert before.keys() == after.keys()
-    masks = read_masks(tmp_path / "out", {name: tensor.shape for name, tensor in after.items()})
+    masks = whole_masks(tmp_path / "out")
     assert len(masks) == (7 if "ignore" in values else 14)
     zeros = sum(int((after[name] == 0).sum()) for name in masks)
     stated = card["figures"]["pruned_weights"]  # type: ignore[index]
@@ -93,8 +100,7 @@ def test_channels_that_nothing_uses_cost_nothing(model: Path, rows: Rows, tmp_pa
 def test_what_was_pruned_stays_pruned_when_it_is_quantized(model: Path, rows: Rows, tmp_path: Path) -> None:
     run(model, tmp_path / "sparse", rows, pattern="2:4")
     quantize(tmp_path / "sparse", tmp_path / "out", QuantizeConfig("int4", group_size=32), rows, LENGTH, lambda _: None)
-    sparse = load_file(tmp_path / "sparse" / "model.safetensors")
-    masks = read_masks(tmp_path / "sparse", {name: tensor.shape for name, tensor in sparse.items()})
+    masks = whole_masks(tmp_path / "sparse")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     loaded(torch.arange(4)[None])  # what is packed is unpacked by the first call
     weights = dict(loaded.named_parameters())

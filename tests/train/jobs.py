@@ -18,6 +18,7 @@ from shardlab.backends import zero_config
 from shardlab.checkpoint import CheckpointReader
 from shardlab.data import MicroBatch, WindowLoader, evaluation_batches, prepare_data
 from shardlab.errors import UserError
+from shardlab.model import qat
 from shardlab.recipe import load_recipe
 from shardlab.train.artifact import save_artifact
 from shardlab.train.callbacks import Evaluation, StepResult
@@ -210,7 +211,7 @@ def adapt(recipe: Path, overrides: Sequence[str], directory: Path) -> Adapted:
     assert section.lora is not None
     merging = section.model_copy(update={"lora": section.lora.model_copy(update={"merge": True})})
     merged = directory / "merged"
-    save_artifact(merged, engine.module, engine.backend.tensors(), None, engine.topology, merging)
+    save_artifact(merged, engine.module, engine.backend.tensors(), None, engine.topology, merging, engine.masks)
     outcome = Adapted(
         losses,
         before if engine.topology.is_main else {},
@@ -260,3 +261,49 @@ def diary(recipe: Path, output: Path) -> list[tuple[Any, ...]]:
 
     train(load_recipe(recipe), output, world_size=2, callbacks=[Diary()], say=lambda _: None)
     return told
+
+
+def masked_steps(recipe: Path, overrides: Sequence[str], directory: Path) -> tuple[list[int], list[float | None]]:
+    """After each step, how many pruned weights are not zero, in the masters here and in what computes; the losses."""
+    engine, loader = engine_of(recipe, *overrides)
+    came_back, losses = [], []
+    for window in loader:
+        losses.append(engine.step(window))
+        wrong = 0
+        for name, tensor in engine.backend.tensors():
+            if name in engine.masks:
+                wrong += int(tensor[~engine.masks.stays(name, tuple(tensor.shape))].count_nonzero())
+        for fragment in engine.backend.fragments():
+            if fragment.kind == "master" and fragment.name in engine.masks:
+                gone = ~engine.masks.stays(fragment.name, fragment.shape)[fragment.box.slices]
+                wrong += int(fragment.data[gone].count_nonzero())
+        came_back.append(wrong)
+    engine.save(directory)
+    engine.close()
+    return came_back, losses
+
+
+def rounded_steps(
+    recipe: Path, overrides: Sequence[str], directory: Path
+) -> tuple[list[float | None], dict[str, Array]]:
+    """The losses; and, after the last step, the weight that each rounded layer computes with."""
+    engine, loader = engine_of(recipe, *overrides)
+    losses = [engine.step(window) for window in loader]
+    engine.save(directory)
+    seen: list[Array] = []
+    read = qat._read
+
+    def note(*given: Any) -> Tensor:
+        result = read(*given)
+        seen.append(to_array(result))
+        return result
+
+    inputs = torch.tensor(PROBE)
+    positions = torch.arange(inputs.shape[1]).expand(inputs.shape)
+    with mock.patch.object(qat, "_read", note):
+        engine.evaluate([MicroBatch({"input_ids": inputs, "targets": inputs, "position_ids": positions}, 0)])
+    engine.close()
+    order = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    order += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    names = [f"model.layers.{layer}.{name}.weight" for layer in range(TINY["num_hidden_layers"]) for name in order]
+    return losses, dict(zip(names, seen, strict=True))

@@ -1,6 +1,6 @@
 """A user's own model, optimizer, batches and loop; and the same loop by hand, in plain torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,10 +63,14 @@ def through_engine(engine: Engine, indices: Sequence[int], directory: Path) -> O
     return Outcome(losses, {name: value.numpy() for name, value in weights.items()})
 
 
-def by_hand(windows: Sequence[Sequence[int]]) -> Outcome:
-    """Each window's batches make one step, whose loss is the mean over all the tokens that count in it."""
+def by_hand(windows: Sequence[Sequence[int]], stays: Mapping[str, Tensor] | None = None) -> Outcome:
+    """Each window's batches make one step, whose loss is the mean over all the tokens that count in it.
+
+    What does not stay is zero at the start and after each step.
+    """
     model = tiny_llama()
     optimizer = two_groups(model)
+    _mask(model, stays or {})
     losses: list[float | None] = []
     for window in windows:
         total = sum(int((batch(index)["labels"][:, 1:] >= 0).sum()) for index in window)
@@ -79,9 +83,16 @@ def by_hand(windows: Sequence[Sequence[int]]) -> Outcome:
         mean.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
+        _mask(model, stays or {})
         optimizer.zero_grad()
         losses.append(mean.item())
     return Outcome(losses, {name: value.detach().numpy() for name, value in model.named_parameters()})
+
+
+@torch.no_grad()
+def _mask(model: nn.Module, stays: Mapping[str, Tensor]) -> None:
+    for name, mask in stays.items():
+        model.get_parameter(name).mul_(mask)
 
 
 def assert_agree(result: Outcome, expected: Outcome) -> None:

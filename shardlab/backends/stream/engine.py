@@ -52,7 +52,7 @@ class StreamBackend:
         move_buffers(module, self._device)
         module.set_recompute("none")  # every block is run again from its input as it is
         self.optimizer: Optimizer = build_optimizer(job.optimizer, module.named_trainables())
-        self._update = update = Update(self.optimizer, layout)
+        self._update = update = Update(self.optimizer, layout, job.masks)
         directory = job.directory or Path(tempfile.mkdtemp(prefix="shardlab-stream-"))
         kept = job.plan.stream
         form = Format(len(update.kinds), dtype, kept.masters, kept.moments, kept.gradients)

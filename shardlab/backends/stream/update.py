@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardlab.backends.stream.layout import Layout, Segment, runs
+from shardlab.backends.stream.layout import Layout, Segment, overlaps, runs
 from shardlab.backends.stream.record import Pending
 from shardlab.errors import UserError
+from shardlab.state.masks import Masks
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,14 @@ class _Run:
 class Update:
     """Applies updates by the groups of an optimizer that holds no state itself.
 
-    `kinds` are the names of the per-element states, as torch has them.
+    `kinds` are the names of the per-element states, as torch has them. What `masks` prune is zero after each.
     """
 
-    def __init__(self, optimizer: Optimizer, layout: Layout):
+    def __init__(self, optimizer: Optimizer, layout: Layout, masks: Masks | None = None):
         """Raises UserError for an optimizer that is not one of these two."""
         self._groups: list[dict[str, Any]] = optimizer.param_groups
         self._layout = layout
+        self._masks = masks if masks is not None else Masks()
         self._adam = isinstance(optimizer, torch.optim.AdamW)
         self.kinds = _kinds(optimizer)
         self.steps = {}
@@ -87,6 +89,9 @@ class Update:
                     _adamw(states, gradient[piece], group, lr, run.steps + updates)
                 else:
                     _sgd(states, gradient[piece], group, lr)
+        if self._masks:
+            for part, where, first in overlaps(segment, start, stop, trained=True):
+                self._masks.enforce(part.name, planes[0][where], first)
 
 
 def _kinds(optimizer: Optimizer) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from shardlab.recipe.sections.train import (
     CosineSchedule,
     LinearSchedule,
     ParameterGroup,
+    QATSection,
     TrainSection,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "ModelSection",
     "OffloadSection",
     "ParameterGroup",
+    "QATSection",
     "ShardSection",
     "TrainSection",
     "offload_complaint",

@@ -42,6 +42,9 @@ class ModelSection(Section):
     lora: LoraSection | None = None
     """Train low-rank adapters on a model directory (`path`) instead of its weights; null is off."""
 
+    keep_masks: bool = True
+    """What was pruned in `path` stays zero (if it has masks); false trains those weights too, and drops the masks."""
+
     @model_validator(mode="before")
     @classmethod
     def _default_source(cls, raw: Any) -> Any:

@@ -14,7 +14,7 @@ from pydantic import (
     field_validator,
 )
 
-from shardlab.recipe.sections.base import BelowOne, Fraction, Section
+from shardlab.recipe.sections.base import BelowOne, Fraction, Names, Section
 
 
 class ParameterGroup(Section):
@@ -112,6 +112,21 @@ Schedule = Annotated[
 ]
 
 
+class QATSection(Section):
+    """Train with the linear layers' weights rounded as `shardlab quantize --method rtn` will round them."""
+
+    scheme: str = "int4"
+    """int2 to int8, or int4g32 with its groups."""
+    group_size: PositiveInt | None = None
+    """Inputs for each scale; null is 128 for int4, 32 for fewer bits, else a row."""
+    local: Names = ()
+    """PATTERN=SCHEME or PATTERN=none for layers by name; the last that matches holds."""
+    on_indivisible: Literal["error", "skip", "smaller", "channel"] = "error"
+    """Where groups don't divide a layer's inputs."""
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Of the scales."""
+
+
 class TrainSection(Section):
     """The optimisation: the same numbers on every backend and at every world size."""
 
@@ -125,6 +140,8 @@ class TrainSection(Section):
     """bf16: the forward and backward pass; master weights, moments and accumulated gradients stay fp32."""
     clip_grad_norm: PositiveFloat | None = 1.0
     """Largest global L2 norm of the gradient; null is off, on every backend."""
+    qat: QATSection | None = None
+    """Round weights while training, so that rounding costs less afterwards; null is off."""
     seed: NonNegativeInt = 0
     """Weights, data order and dropout are functions of it."""
     stop_after: PositiveInt | None = None

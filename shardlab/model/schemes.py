@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
-from shardlab.compress.grid import Grid
 from shardlab.errors import UserError
+from shardlab.model.grid import Grid
 
 DEFAULT_GROUP = {2: 32, 3: 32, 4: 128}  # inputs for each scale; int8 has one for a row
 SMALLEST_GROUP = 8

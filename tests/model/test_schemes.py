@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardlab.compress.grid import Grid
-from shardlab.compress.schemes import Layer, Scheme, choose, parse_rules, parse_scheme
 from shardlab.errors import UserError
+from shardlab.model.grid import Grid
+from shardlab.model.schemes import Layer, Scheme, choose, parse_rules, parse_scheme
 
 LAYERS = [Layer("layers.0.wide", 8, 96), Layer("layers.0.even", 8, 64), Layer("layers.1.odd", 8, 30)]
 INT4 = Scheme(Grid(4, 32))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardlab.compress.grid import Grid, find_scales, for_columns, rounded
+from shardlab.model.grid import Grid, find_scales, for_columns, rounded
 
 
 def weights(outputs: int = 12, inputs: int = 64) -> torch.Tensor:
