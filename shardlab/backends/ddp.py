@@ -24,12 +24,13 @@ from shardlab.backends.base import (
     sum_dtype,
     sum_losses,
 )
-from shardlab.backends.materialize import Materializer, move_buffers
+from shardlab.backends.materialize import Materializer, hold_whole, move_buffers
 from shardlab.backends.module_state import buffer_fragments, check_tensors, load_buffers
 from shardlab.backends.optimizer import build_optimizer, set_learning_rate
 from shardlab.backends.optimizer_state import make_state, moments, owners, read_state
 from shardlab.data.window import MicroBatch, Window
 from shardlab.model.deferred import Weights
+from shardlab.model.teacher import Distillation
 from shardlab.state.box import whole
 from shardlab.state.fragment import FROZEN, MASTER, Fragment, OptimizerState, StateReader
 from shardlab.state.held import Held, fragments_of, read_held
@@ -67,6 +68,10 @@ class DDPBackend:
             self._direct_head = None if module.tied else head
         self.optimizer: Optimizer = build_optimizer(job.optimizer, zip(names, masters, strict=True))
         self._unchanged: list[str] | None = None
+
+    def hold_teacher(self, distillation: Distillation, weights: Weights) -> None:
+        """See `Backend.hold_teacher`."""
+        hold_whole(distillation.teacher, weights, self._device, self._job.plan)
 
     def run_window(self, window: Window, lr: float) -> Applied:
         """See `Backend.run_window`."""

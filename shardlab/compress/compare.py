@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shardlab.compress.walk import Comparison, Quality
 from shardlab.data import evaluation_batches, prepare_data
+from shardlab.data.tokenizer import refuse_other_tokens
 from shardlab.data.window import IGNORED, MicroBatch
 from shardlab.errors import UserError
 from shardlab.recipe import DataSection
@@ -19,12 +20,13 @@ def compare(original: Path, changed: Path, data: DataSection) -> Quality:
 
     Raises UserError where nothing is held out, or their tokens are not the same.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     prepared = prepare_data(data)
     if prepared.evaluation is None:
         raise UserError("nothing is held out: give --files, or more text")
-    _refuse_other_tokens(original, changed)
+    first, second = (AutoTokenizer.from_pretrained(path) for path in (original, changed))
+    refuse_other_tokens(first, second, f"{original}", f"{changed}")
     device = torch.device(Topology.detect().device)
     models = [
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
@@ -46,17 +48,3 @@ def _logits(model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
     inputs = {name: tensor.to(device) for name, tensor in batch.tensors.items() if name != "targets"}
     logits: Tensor = model(**inputs, use_cache=False).logits
     return logits.flatten(0, 1)
-
-
-def _refuse_other_tokens(original: Path, changed: Path) -> None:
-    """Equal sizes are not enough: with two ids swapped, each would be judged on the other's text."""
-    from transformers import AutoTokenizer
-
-    first, second = (AutoTokenizer.from_pretrained(path).get_vocab() for path in (original, changed))
-    for token, number in sorted(first.items(), key=lambda item: item[1]):
-        if second.get(token) != number:
-            other = second.get(token)
-            raise UserError(
-                f"the tokenizers differ: {token!r} is {number} in {original}, "
-                + (f"missing in {changed}" if other is None else f"{other} in {changed}")
-            )

@@ -15,12 +15,13 @@ q = softmax(s / T), dD/ds = q (dD/dq - sum q dD/dq) / T.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl"]
+from shardlab.recipe import DivergenceName
+
 DIVERGENCES: tuple[DivergenceName, ...] = get_args(DivergenceName)
 
 

@@ -24,6 +24,7 @@ from shardlab.checkpoint import join
 from shardlab.data import MicroBatch, Window, windows_from_batches
 from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights, Weights
+from shardlab.model.teacher import Distillation
 from shardlab.model.trainable import Trainable, holds_packed_documents, make_trainable, refuse_packing
 from shardlab.plan import Plan
 from shardlab.recipe import ModelSection, Recipe, load_recipe
@@ -151,14 +152,17 @@ class Engine:
         tokenizer: Any = None,
         *,
         packed: bool = False,
+        teacher: tuple[Distillation, Weights] | None = None,
     ) -> None:
-        """Hand the model to the backend: from here on it is sharded.
+        """Hand the model to the backend: from here on it is sharded. So is the `teacher` that it learns from.
 
-        Raises UserError where it would get `packed` documents and can't keep them apart.
+        Raises UserError where either would get `packed` documents and can't keep them apart.
         """
         self.module = make_trainable(model, seed=self.plan.seed, recompute=self.plan.recompute)
         if packed:
             refuse_packing(self.module)
+            if teacher is not None:
+                refuse_packing(teacher[0].teacher)
         self.module.train()
         self._tokenizer = tokenizer
         backend = make_backend(self.plan)
@@ -166,6 +170,9 @@ class Engine:
         directory = stream_directory(self.plan, self.output) if self.plan.backend == "stream" else None
         backend.prepare(Job(self.module, self.plan, optimizer, self.topology, directory), weights)
         self._backend = backend
+        if teacher is not None:
+            backend.hold_teacher(*teacher)
+            self.module.distillation = teacher[0]
         self.module.check_tie()
         self._check_buffers()
         if self.recipe.train.trackers:
@@ -208,6 +215,8 @@ class Engine:
                 "shard.memory_limit can't be kept in a loop of your own, whose rows and model are not the recipe's: "
                 "leave it out, or train by `shardlab train`"
             )
+        if self.recipe.distill is not None:
+            raise UserError("distill is for `shardlab train` and `shardlab distill`, not for a loop of your own")
         settings = like(optimizer, model)
         self.peak_learning_rate = float(optimizer.defaults["lr"])
         self._source = ModelSection()  # not the recipe's model

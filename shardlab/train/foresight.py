@@ -17,7 +17,7 @@ from shardlab.backends.base import all_reduce_sum
 from shardlab.checkpoint.listing import checkpoints
 from shardlab.checkpoint.storage import LocalStorage, spelled_bytes
 from shardlab.errors import UserError
-from shardlab.plan import Footprint, Phase, Plan
+from shardlab.plan import Footprint, ModelShape, Phase, Plan
 from shardlab.planner.around import Saving, most_checkpoints, on_disk
 from shardlab.planner.calibration import measured
 from shardlab.planner.machine import Machine
@@ -44,6 +44,7 @@ class Foresight:
         self._saving = Saving.of(recipe)
         self._predictor: Predictor | None = None
         self._state_bytes = 0  # of a rank, without a trace
+        self.teacher: ModelShape | None = None  # of a distillation
 
     def fit(self, model: nn.Module, output: Path, saved: Path) -> Plan:
         """The plan as it is to be run; see `refuse_what_cannot_fit`. `saved`: where the checkpoints lie.
@@ -86,7 +87,7 @@ class Foresight:
     def _no_room(self, model: nn.Module, output: Path, saved: Path) -> str | None:
         """Why the disk is too small for the checkpoints and the model, and what would fit it."""
         optimizer = self._recipe.train.optimizer
-        setting = untraced(model, self._plan, optimizer, accelerator=self._machine.accelerator)
+        setting = untraced(model, self._plan, optimizer, accelerator=self._machine.accelerator, teacher=self.teacher)
         each, written = on_disk(setting, self._saving)
         free, there = LocalStorage().free_bytes(output), len(checkpoints(saved))
 
@@ -117,7 +118,7 @@ class Foresight:
 
     def _complaint(self, model: nn.Module) -> str | None:
         optimizer = self._recipe.train.optimizer
-        setting = untraced(model, self._plan, optimizer, accelerator=self._machine.accelerator)
+        setting = untraced(model, self._plan, optimizer, accelerator=self._machine.accelerator, teacher=self.teacher)
         self._state_bytes = floor_bytes(setting, self._saving)
         if self._state_bytes < WORTH_A_TRACE * self._machine.memory_bytes or self._unknown() is not None:
             return None
