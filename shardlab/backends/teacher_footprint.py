@@ -48,6 +48,14 @@ def resident(setting: Setting) -> dict[Kind, int]:
     return held
 
 
+def mapped(setting: Setting) -> int:
+    """Bytes of a teacher on a CPU that may stay in the file they are read from, and are then no memory of the process.
+
+    So it is where the file's type is the one that computes, and nothing is sharded.
+    """
+    return 0 if setting.teacher is None or _sharded(setting) else setting.teacher.numel() * setting.compute_size
+
+
 def building(setting: Setting) -> int:
     """Bytes at the highest point of `hold_teacher`, above what stands: a unit is whole, then its part is copied."""
     if setting.teacher is None:

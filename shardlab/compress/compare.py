@@ -15,8 +15,10 @@ from shardlab.recipe import DataSection
 from shardlab.topology import Topology
 
 
-def compare(original: Path, changed: Path, data: DataSection) -> Quality:
+def compare(original: Path, changed: Path, data: DataSection, *, limit: int | None = None) -> Quality:
     """`changed` beside `original`, both as transformers runs them in fp32, on `data`'s evaluation split.
+
+    Of that the first `limit` rows, or all. Heads that were padded otherwise are compared on the tokenizer's entries.
 
     Raises UserError where nothing is held out, or their tokens are not the same.
     """
@@ -34,10 +36,10 @@ def compare(original: Path, changed: Path, data: DataSection) -> Quality:
     ]
     comparison = Comparison()
     with torch.no_grad():
-        for batch in evaluation_batches(prepared.evaluation, micro_batch=1, rank=0, world_size=1):
+        for batch in evaluation_batches(prepared.evaluation, micro_batch=1, rank=0, world_size=1, limit=limit):
             before, after = (_logits(model, batch, device) for model in models)
             if before.shape != after.shape:
-                raise UserError(f"{original} has {before.shape[1]} rows for tokens, {changed} {after.shape[1]}")
+                before, after = before[:, : len(first)], after[:, : len(first)]
             targets = batch.tensors["targets"].flatten().to(device)
             counted = targets != IGNORED
             comparison.add(before[counted], after[counted], targets[counted])

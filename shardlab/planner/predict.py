@@ -161,7 +161,8 @@ class Predictor:
             found = replace(found, around=around(setting, self.saving, beside, term["spread_share"], kept))
         if plan.backend == "stream":
             return replace(found, disk=stream_footprint.disk(setting))
-        return replace(found, low=max(0, found.low - self._dropped(plan)))
+        mapped = 0 if self._accelerator else teacher_footprint.mapped(setting)
+        return replace(found, low=max(0, found.low - self._dropped(plan) - mapped))
 
     def _dropped(self, plan: Plan) -> int:
         """What a plain loop that drops the model's output at once (the HF Trainer's) has less of: the logits."""

@@ -34,7 +34,9 @@ def make_teacher(directory: Path, rows: int = ROWS) -> Path:
 def recipe_of(directory: Path, teacher: Path, rows: int = ROWS, **distill: Any) -> Path:
     directory.mkdir(exist_ok=True)
     (directory / "student.json").write_text(json.dumps({**TINY, "vocab_size": rows}))
-    recipe = write_recipe(directory, model={"config": str(directory / "student.json")}, data={"tokenizer": str(teacher)})
+    recipe = write_recipe(
+        directory, model={"config": str(directory / "student.json")}, data={"tokenizer": str(teacher)}
+    )
     with recipe.open("a") as file:
         file.write(f"distill: {json.dumps({'teacher': str(teacher), **distill})}\n")
     return recipe
@@ -76,7 +78,9 @@ def test_two_ranks_that_shard_the_teacher_train_the_run_of_one(pools: Pools, tea
     summary, _ = pools.run(2, "tests.train.jobs", "train_run", recipe=recipe, output=tmp_path / "together")
     assert (summary["backend"], summary["world_size"]) == ("fsdp", 2)
     assert losses(tmp_path / "together") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
-    assert [row["tokens"] for row in steps(tmp_path / "together")] == [row["tokens"] for row in steps(tmp_path / "alone")]
+    assert [row["tokens"] for row in steps(tmp_path / "together")] == [
+        row["tokens"] for row in steps(tmp_path / "alone")
+    ]
     predicted, base = summary["predicted_memory_bytes"], summary["base_memory_bytes"]
     assert all(peak - own < predicted["high"] for peak, own in zip(summary["peak_memory_bytes"], base, strict=True))
 
@@ -127,7 +131,7 @@ def test_field_case_b57_other_tokenizers_are_refused(teacher: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"distill.teacher": "nowhere"}, "distill.teacher: 'nowhere' is not a directory"),
+        ({"distill.teacher": "/nowhere"}, "distill.teacher: '/nowhere' is not a directory"),
         ({"shard.backend": "stream"}, "distill: backend stream holds no teacher"),
         ({"distill.mixture": "0.5"}, "mixture is for jsd, skew_kl, skew_reverse_kl; forward_kl has none"),
         ({"distill.loss": "kl"}, "distill.loss"),
