@@ -62,8 +62,9 @@ def main() -> int:
 def worth(options: argparse.Namespace, directory: Path) -> Report:
     """Teacher, student, and both ways of training it, for each seed."""
     report = Report(
-        f"Distillation: {options.size}, half of its blocks, {options.steps} steps of {options.rows} x {options.sequence}, "
-        f"weight {options.weight:g}, temperature {options.temperature:g}; teacher of {options.teacher_steps} steps",
+        f"Distillation: {options.size}, half of its blocks, {options.steps} steps of {options.rows} x "
+        f"{options.sequence}, weight {options.weight:g}, temperature {options.temperature:g}; the teacher's own steps: "
+        f"{options.teacher_steps}",
         {"": "", "with": ".3f", "without": ".3f", "with / without": ".4f", "KL with": ".4f", "KL without": ".4f"},
     )
     directory.mkdir(parents=True, exist_ok=True)
