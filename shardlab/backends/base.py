@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from shardlab.data.window import MicroBatch, Window
 from shardlab.model.deferred import Weights
+from shardlab.model.teacher import Distillation
 from shardlab.model.trainable import Trainable
 from shardlab.plan import Plan
 from shardlab.recipe import SGD, AdamW
@@ -72,6 +73,13 @@ class Backend(Protocol):
         """Materialise from `weights`, shard, and build the optimizer.
 
         The module must be used through this backend from here on; nothing of `weights` is kept.
+        """
+        ...
+
+    def hold_teacher(self, distillation: Distillation, weights: Weights) -> None:
+        """Materialise a teacher beside the module, after `prepare`; frozen weights are placed as the module's are.
+
+        Raises UserError on a backend that can't.
         """
         ...
 

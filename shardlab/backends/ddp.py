@@ -25,12 +25,13 @@ from shardlab.backends.base import (
     sum_losses,
 )
 from shardlab.backends.masked import Owned, keep_zeros
-from shardlab.backends.materialize import Materializer, move_buffers
+from shardlab.backends.materialize import Materializer, hold_whole, move_buffers
 from shardlab.backends.module_state import buffer_fragments, check_tensors, load_buffers
 from shardlab.backends.optimizer import build_optimizer, set_learning_rate
 from shardlab.backends.optimizer_state import make_state, moments, owners, read_state
 from shardlab.data.window import MicroBatch, Window
 from shardlab.model.deferred import Weights
+from shardlab.model.teacher import Distillation
 from shardlab.state.box import whole
 from shardlab.state.fragment import FROZEN, MASTER, Fragment, OptimizerState, StateReader
 from shardlab.state.held import Held, fragments_of, read_held
@@ -73,6 +74,10 @@ class DDPBackend:
     def _owned(self) -> Iterator[Owned]:
         for name, master in zip(self._names, self._masters, strict=True):
             yield Owned(master, name, 0, master)
+
+    def hold_teacher(self, distillation: Distillation, weights: Weights) -> None:
+        """See `Backend.hold_teacher`."""
+        hold_whole(distillation.teacher, weights, self._device, self._job.plan)
 
     def run_window(self, window: Window, lr: float) -> Applied:
         """See `Backend.run_window`."""

@@ -6,6 +6,7 @@ same path runs on CPU and GPU; but CPU ranks of one host exchange through shared
 
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,7 @@ from shardlab.backends.shared_memory import SharedMemory
 from shardlab.data.window import MicroBatch, Window
 from shardlab.errors import UserError
 from shardlab.model.deferred import Weights
+from shardlab.model.teacher import Distillation
 from shardlab.plan import Plan
 from shardlab.state.box import Box
 from shardlab.state.fragment import FROZEN, MASTER, Fragment, OptimizerState, StateReader
@@ -59,6 +61,28 @@ class FSDPBackend:
         self.optimizer: Optimizer = build_optimizer(job.optimizer, named)
         keep_zeros(self.optimizer, job.masks, self._owned)
         self._unchanged: list[str] | None = None
+
+    def hold_teacher(self, distillation: Distillation, weights: Weights) -> None:
+        """See `Backend.hold_teacher`. A tree of its own: within the module's its units would be gathered backward."""
+        plan, teacher = self._job.plan, distillation.teacher
+        bf16 = plan.precision == "bf16"
+        policy = MixedPrecisionPolicy(torch.bfloat16) if bf16 else MixedPrecisionPolicy()
+        materializer = Materializer(teacher, weights, self._device, torch.bfloat16 if bf16 else torch.float32)
+        mesh, offload = _mesh(plan, self._device), _offload_policy(plan)
+        units: list[FSDPModule] = []
+        sizes: list[_UnitSize] = []
+        for unit in teacher.units:
+            materializer.materialize(unit)
+            sizes.append(_unit_size(unit, mesh.size(mesh.ndim - 1), bf16=bf16))
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload)
+            assert isinstance(unit, FSDPModule)
+            units.append(unit)
+        move_buffers(teacher, self._device)
+        if plan.shared_memory:
+            self._shared += self._share_memory(mesh, units, sizes)
+        head = teacher if teacher.tied else teacher.head
+        assert isinstance(head, FSDPModule)
+        distillation.whole = lambda: _gathered(head)
 
     def _shard(self, weights: Weights, offload: OffloadPolicy) -> None:
         """Materialise and shard one unit after another: no rank ever holds more than one unit whole."""
@@ -90,13 +114,13 @@ class FSDPBackend:
         if module.embedding is not None:
             shard(module.embedding, reshard=True).set_unshard_in_backward(False)  # which needs no weight
         shard(module, reshard=False)
-        self._shared = self._share_memory(mesh, sizes) if job.plan.shared_memory else None
+        self._shared = self._share_memory(mesh, self._units, sizes) if job.plan.shared_memory else []
 
-    def _share_memory(self, mesh: DeviceMesh, sizes: "list[_UnitSize]") -> SharedMemory | None:
+    def _share_memory(self, mesh: DeviceMesh, units: list[FSDPModule], sizes: "list[_UnitSize]") -> list[SharedMemory]:
         """Exchange through shared memory where all ranks that shard one copy of the model are on this host."""
         ranks = mesh.size(mesh.ndim - 1)
         if self._device.type != "cpu" or ranks == 1 or self._job.topology.local_world_size % ranks:
-            return None
+            return []
         shared = SharedMemory.join(
             mesh.get_group(mesh.ndim - 1),
             gathered=max(one.gathered for one in sizes),
@@ -106,10 +130,10 @@ class FSDPBackend:
         if shared is None:
             if self._job.topology.is_main:
                 warnings.warn("the ranks of this host can't share memory: fsdp exchanges through gloo", stacklevel=2)
-            return None
-        for unit in self._units:
+            return []
+        for unit in units:
             shared.serve(unit)
-        return shared
+        return [shared]
 
     def _owned(self) -> Iterator[Owned]:
         """This rank's rows of what is trained."""
@@ -220,8 +244,8 @@ class FSDPBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self.optimizer.zero_grad(set_to_none=True)
-        if self._shared is not None:
-            self._shared.close()
+        for shared in self._shared:
+            shared.close()
 
 
 @dataclass(frozen=True)
@@ -242,6 +266,16 @@ def _unit_size(unit: nn.Module, ranks: int, *, bf16: bool) -> _UnitSize:
         gathered += elements * (2 if bf16 and parameter.is_floating_point() else parameter.element_size())
         reduced += elements * 4 if parameter.requires_grad else 0
     return _UnitSize(gathered, reduced)
+
+
+@contextmanager
+def _gathered(unit: FSDPModule) -> Iterator[None]:
+    """The unit's own parameters whole inside; it has been run before, which is when FSDP2 sets itself up."""
+    unit.unshard()
+    try:
+        yield
+    finally:
+        unit.reshard()
 
 
 def _mesh(plan: Plan, device: torch.device) -> DeviceMesh:

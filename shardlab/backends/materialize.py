@@ -1,12 +1,21 @@
 """Put values into a module's parameters, one unit at a time."""
 
+from collections.abc import Iterable
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from shardlab.model.deferred import Weights
-from shardlab.model.trainable import Trainable
+from shardlab.model.teacher import Teacher
+from shardlab.plan import Plan
+
+
+class Named(Protocol):
+    """A module that knows its parameters' names in files."""
+
+    def named_canonical(self) -> Iterable[tuple[str, nn.Parameter]]: ...
 
 
 class Materializer:
@@ -17,7 +26,7 @@ class Materializer:
 
     def __init__(
         self,
-        trainable: Trainable,
+        trainable: Named,
         weights: Weights,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
@@ -50,6 +59,13 @@ class Materializer:
             value = value.to(self._device, dtype).contiguous()
             made = self._made[key] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         return made
+
+
+def hold_whole(teacher: Teacher, weights: Weights, device: torch.device, plan: Plan) -> None:
+    """Materialise a teacher that every rank holds whole, in the type that computes."""
+    dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
+    Materializer(teacher, weights, device, dtype).materialize(teacher)
+    move_buffers(teacher, device)
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

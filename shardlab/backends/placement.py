@@ -22,6 +22,7 @@ class Setting:
     timeline: Timeline
     accelerator: bool = False  # else the ranks are CPU processes, and offloaded state is in the same memory
     loop: Loop = "shardlab"
+    teacher: ModelShape | None = None  # that is run forward beside it
 
     @property
     def compute_size(self) -> int:

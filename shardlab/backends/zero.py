@@ -9,6 +9,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -29,7 +30,7 @@ from shardlab.backends.base import (
     sum_losses,
 )
 from shardlab.backends.masked import Owned, keep_zeros
-from shardlab.backends.materialize import Materializer, move_buffers
+from shardlab.backends.materialize import Materializer, hold_whole, move_buffers
 from shardlab.backends.module_state import buffer_fragments, check_tensors, load_buffers
 from shardlab.backends.optimizer import build_optimizer, set_learning_rate
 from shardlab.backends.optimizer_state import make_state, moments, read_state
@@ -37,6 +38,8 @@ from shardlab.backends.zero_config import deepspeed_config
 from shardlab.backends.zero_state import ZeROState
 from shardlab.data.window import MicroBatch, Window
 from shardlab.model.deferred import Weights
+from shardlab.model.teacher import Distillation
+from shardlab.plan import Plan
 from shardlab.runtime.extensions import without_shm_comm
 from shardlab.state.fragment import Fragment, OptimizerState, StateReader
 from shardlab.state.held import fragments_of, read_held
@@ -55,29 +58,44 @@ class ZeROBackend:
         _start_deepspeed(job)
         config = deepspeed_config(job.plan, [parameter.numel() for parameter in job.module.parameters()])
         self._materialize(config, weights)
-        buffers = {name: buffer.to(self._device) for name, buffer in job.module.named_buffers()}
         optimizer = build_optimizer(job.optimizer, job.module.named_trainables())
         self._engine: Any
-        with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory figures of the whole host
+        self._teacher: Any = None
+        with _buffers_kept(job.module, self._device):
             self._engine, *_ = deepspeed.initialize(
                 model=job.module, optimizer=optimizer, config=config, dist_init_required=False
             )
         self.optimizer = self._engine.optimizer
         self._state = ZeROState(self.optimizer, job.module, self._stage, job.topology.rank)
         keep_zeros(self.optimizer.optimizer, job.masks, self._owned)
-        # DeepSpeed casts the whole module to bf16: rotary frequencies would lose their digits.
-        for name, buffer in buffers.items():
-            owner, _, leaf = name.rpartition(".")
-            job.module.get_submodule(owner)._buffers[leaf] = buffer
         if job.plan.precision == "bf16":
             self._write_masters(weights)
         self._unchanged: list[str] | None = None
+
+    def hold_teacher(self, distillation: Distillation, weights: Weights) -> None:
+        """See `Backend.hold_teacher`: an engine of its own, without an optimizer, where parameters are sharded."""
+        plan, teacher = self._job.plan, distillation.teacher
+        if self._stage < 3:
+            hold_whole(teacher, weights, self._device, plan)
+            return
+        frozen = replace(plan, offload=replace(plan.offload, optimizer="none"))
+        config = deepspeed_config(frozen, [parameter.numel() for parameter in teacher.parameters()])
+        materializer = Materializer(teacher, weights, self._device, _computing(plan))
+        for unit in teacher.units:
+            materializer.materialize(unit)
+            deepspeed.zero.Init(module=unit, config_dict_or_path=config)
+        move_buffers(teacher, self._device)
+        with _buffers_kept(teacher, self._device):
+            self._teacher, *_ = deepspeed.initialize(model=teacher, config=config, dist_init_required=False)
+        head = list(teacher.head.parameters())
+        distillation.run = self._teacher
+        distillation.whole = lambda: deepspeed.zero.GatheredParameters(head)
 
     def _materialize(self, config: dict[str, Any], weights: Weights) -> None:
         """Stage 3: one unit after another, each partitioned at once. Below, every rank holds the parameters whole."""
         module = self._job.module
         # Stage 3 takes the parameters' type as it finds it; below, the engine casts what is trained.
-        frozen = torch.bfloat16 if self._job.plan.precision == "bf16" else torch.float32
+        frozen = _computing(self._job.plan)
         dtype = frozen if self._stage == 3 else torch.float32
         materializer = Materializer(module, weights, self._device, dtype, frozen)
         units = [*module.blocks, *([module.tail] if module.tail is not None else []), module]
@@ -198,8 +216,28 @@ class ZeROBackend:
 
     def close(self) -> None:
         """See `Backend.close`."""
+        if self._teacher is not None:
+            self._teacher.destroy()
         self._engine.destroy()
         torch.nn.functional.linear = _LINEAR
+
+
+def _computing(plan: Plan) -> torch.dtype:
+    return torch.bfloat16 if plan.precision == "bf16" else torch.float32
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """DeepSpeed casts a whole module to bf16 when it takes it over: rotary frequencies would lose their digits.
+
+    Its bf16 optimizer prints memory figures of the whole host then; nobody needs them.
+    """
+    buffers = {name: buffer.to(device) for name, buffer in module.named_buffers()}
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+    for name, buffer in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner)._buffers[leaf] = buffer
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from shardlab import __version__
 from shardlab.cli import checkpoints, data
 from shardlab.cli.compression import prune, quantize
 from shardlab.cli.diagnosis import doctor
+from shardlab.cli.distillation import distill
 from shardlab.cli.models import evaluate, export, generate, merge
 from shardlab.cli.planning import plan, tune
 from shardlab.cli.training import compare, init, train
@@ -59,6 +60,7 @@ app.command()(compare)
 app.command(name="eval")(evaluate)
 app.command()(generate)
 app.command()(merge)
+app.command()(distill)
 app.command()(prune)
 app.command()(quantize)
 app.command()(export)

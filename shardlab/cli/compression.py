@@ -168,6 +168,13 @@ def _rows(
     return read_rows(data, calibration=calibration, held_out=held_out, seed=seed), length
 
 
+def read_rows_for(data: Any, calibration: int, held_out: int, length: int) -> tuple[Any, int]:
+    """(rows of a recipe's data, tokens of one)."""
+    from shardlab.compress.stage import read_rows
+
+    return read_rows(data, calibration=calibration, held_out=held_out), length
+
+
 def _figures(figures: Any, output: Path) -> str:
     from shardlab.compress.summary import bits_lines, quality_lines, size_line
 

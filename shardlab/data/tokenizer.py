@@ -44,6 +44,48 @@ def make_tokenizer(kind: str, corpus: CheckedCorpus, cache: Path) -> PreTrainedT
     return tokenizer_directory(kind)
 
 
+_PROBE = "The 3 quick foxes didn't jump:\n\tfor x in range(10): print(x ** 2)  # naïve, 東京, 🙂\n"
+
+
+def refuse_other_tokens(
+    first: PreTrainedTokenizerFast, second: PreTrainedTokenizerFast, first_name: str, second_name: str
+) -> None:
+    """Raises UserError where two tokenizers don't make the same ids of a text, naming the first thing that differs.
+
+    Equal sizes are not enough: with two ids swapped, each model would be judged on the other's text. Nor are equal
+    vocabularies: with other merges a text becomes other tokens of them.
+    """
+    ours, theirs = first.get_vocab(), second.get_vocab()
+    for token, number in sorted(ours.items(), key=lambda item: item[1]):
+        if theirs.get(token) != number:
+            other = theirs.get(token)
+            said = f"missing in {second_name}" if other is None else f"{other} in {second_name}"
+            raise UserError(f"the tokenizers differ: {token!r} is {number} in {first_name}, {said}")
+    if len(theirs) > len(ours):
+        token = min(theirs.keys() - ours.keys(), key=lambda token: theirs[token])
+        raise UserError(
+            f"the tokenizers differ: {token!r} is {theirs[token]} in {second_name}, missing in {first_name}"
+        )
+    for role in ("eos", "bos", "unk"):
+        one, other = (getattr(tokenizer, f"{role}_token_id") for tokenizer in (first, second))
+        if one != other:
+            raise UserError(
+                f"the tokenizers differ: {role} is {one} in {first_name} and {other} in {second_name}, of the same "
+                "vocabulary"
+            )
+    # Words of the vocabulary itself, spread over it, meet merges that no text of ours would.
+    words = [first.decode([number]) for number in range(0, len(ours), max(1, len(ours) // 2000))]
+    for text in (_PROBE, " ".join(words), "".join(words)):
+        one, other = (tokenizer(text, add_special_tokens=False)["input_ids"] for tokenizer in (first, second))
+        if one != other:
+            at = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+            said = first.decode(one[at : at + 5])
+            raise UserError(
+                f"the tokenizers differ: of one vocabulary, they split {said!r} otherwise in {first_name} and in "
+                f"{second_name} (their merges or their normalisation differ)"
+            )
+
+
 def named_tokenizer(kind: str) -> bool:
     """Whether `kind` is one of ours, not a directory."""
     return kind == "bytes" or _BPE_NAME.fullmatch(kind) is not None
@@ -120,22 +162,23 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def tokenizer_directory(name: str) -> PreTrainedTokenizerFast:
-    """The tokenizer saved in a directory. Raises UserError if there is none that can be used."""
+def tokenizer_directory(name: str, key: str = "data.tokenizer") -> PreTrainedTokenizerFast:
+    """The tokenizer saved in a directory, which the recipe's `key` names. Raises UserError if none can be used."""
     directory = Path(name).expanduser()
     if not directory.is_dir():
-        raise UserError(f"data.tokenizer: {name!r} is neither 'bytes', 'bpe-<N>k' (for example bpe-8k) nor a directory")
+        named = "neither 'bytes', 'bpe-<N>k' (for example bpe-8k) nor" if key == "data.tokenizer" else "not"
+        raise UserError(f"{key}: {name!r} is {named} a directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a directory that holds no tokenizer
         raise UserError(
-            f"data.tokenizer: transformers finds no tokenizer in {directory} (it should hold a tokenizer.json)"
+            f"{key}: transformers finds no tokenizer in {directory} (it should hold a tokenizer.json)"
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or not tokenizer.get_vocab():
-        raise UserError(f"data.tokenizer: {directory} holds no fast tokenizer (a tokenizer.json)")
+        raise UserError(f"{key}: {directory} holds no fast tokenizer (a tokenizer.json)")
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"data.tokenizer: the tokenizer in {directory} has no eos token to end documents with; set one and save it"
+            f"{key}: the tokenizer in {directory} has no eos token to end documents with; set one and save it"
         )
     return tokenizer
 

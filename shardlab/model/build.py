@@ -4,7 +4,8 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +28,8 @@ from shardlab.model.checkpoint import directory_weights, load_buffers
 from shardlab.model.deferred import Weights, build_deferred, meta_parameters
 from shardlab.model.lora import AdaptedWeights, inject
 from shardlab.model.presets import COMMON, PRESETS
-from shardlab.recipe import ModelSection
+from shardlab.model.teacher import Distillation, distillation
+from shardlab.recipe import DistillSection, ModelSection
 
 VOCABULARY_MULTIPLE = 64  # a preset's vocabulary is rounded up to it: the head's matrix product prefers even sizes
 
@@ -81,6 +83,37 @@ def build_shell(section: ModelSection, *, vocabulary: int, sequence_length: int)
         model = build()
     freeze(model, section.freeze)
     return model
+
+
+def build_teacher(
+    section: DistillSection, student: nn.Module, *, vocabulary: int, sequence_length: int
+) -> tuple[Distillation, Weights]:
+    """The teacher of `student`, whatever device that is on, for a tokenizer of `vocabulary` entries; and its values.
+
+    Raises UserError for a directory that holds no model to learn from, and where they can't be compared.
+    """
+    with _told_of_the_teacher():
+        source = ModelSection(path=section.teacher)
+        model, weights = build_model(source, vocabulary=0, eos_token_id=None, sequence_length=sequence_length, seed=0)
+    return distillation(section, model, student, vocabulary), weights
+
+
+def teacher_shell(
+    section: DistillSection, student: nn.Module, *, vocabulary: int, sequence_length: int
+) -> Distillation:
+    """The same without values. No weights are read."""
+    with _told_of_the_teacher():
+        model = build_shell(ModelSection(path=section.teacher), vocabulary=0, sequence_length=sequence_length)
+    return distillation(section, model, student, vocabulary)
+
+
+@contextmanager
+def _told_of_the_teacher() -> Iterator[None]:
+    """What is said of a directory names the recipe's key that it came by."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{error}".replace("model.path", "distill.teacher")) from error
 
 
 def _load_the_rest(directory: Path, model: Any) -> None:

@@ -3,10 +3,12 @@
 The logits of a step can be its largest tensor (tokens x vocabulary). Here they never exist whole: the loss loops over
 chunks of tokens, and since the denominator is known before the first backward pass, the gradient of a chunk is made
 while its logits are still there. The backward pass only hands out what the forward pass left.
+
+A student's loss is made in the same chunks: the teacher's scores of a chunk come when they are asked for.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,20 @@ from torch import Tensor, nn
 from shardlab.data.window import IGNORED
 
 CHUNK_TOKENS = 256  # below this the head's matrix product loses speed (see docs/decisions.md)
+
+
+class SoftTargets(Protocol):
+    """What a teacher says of a micro-batch's tokens. `weight` is the divergence's, the cross-entropy has the rest."""
+
+    weight: float
+
+    def divergence(self, rows: slice, scores: Tensor, *, differentiate: bool) -> tuple[Tensor, Tensor | None]:
+        """(divergence of each of `rows`' tokens, (tokens,); its gradient with respect to `scores`, if asked for).
+
+        `scores` are the student's, (tokens, vocabulary) in fp32, and stay as they are. The gradient may end at an
+        earlier column: there is none for what comes after. Rows that don't count may hold anything.
+        """
+        ...
 
 
 class HeadLoss(nn.Module):
@@ -42,17 +58,24 @@ class HeadLoss(nn.Module):
         # into it, instead of being made whole and handed to autograd. (vocabulary, hidden), fp32.
         self.weight_gradient: Tensor | None = None
 
-    def forward(self, hidden: Tensor, targets: Tensor, denominator: float) -> Tensor:
+    def forward(self, hidden: Tensor, targets: Tensor, denominator: float, soft: SoftTargets | None = None) -> Tensor:
         """Sum of the valid targets' losses / `denominator`, a scalar in fp32.
 
         `hidden` is (batch, sequence, hidden size), the last block's output; `targets` (batch, sequence), `IGNORED`
-        where not counted.
+        where not counted. With `soft` a token's loss is the weighted sum of cross-entropy and divergence.
         """
         for norm in self.norms:
             hidden = norm(hidden)
         flat = hidden.reshape(-1, hidden.shape[-1])
         result: Tensor = _ChunkedCrossEntropy.apply(
-            flat, self.head.weight, self.head.bias, targets.reshape(-1), denominator, self, torch.is_grad_enabled()
+            flat,
+            self.head.weight,
+            self.head.bias,
+            targets.reshape(-1),
+            denominator,
+            self,
+            torch.is_grad_enabled(),
+            soft,
         )
         return result
 
@@ -88,13 +111,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         denominator: float,
         module: HeadLoss,
         differentiate: bool,
+        soft: SoftTargets | None,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         gradients = _Gradients(hidden, weight, bias, module) if differentiate else None
         for rows in module.chunks(hidden.shape[0]):
             part = hidden[rows]
             logits = torch.nn.functional.linear(part, weight, bias)
-            loss, logits_gradient = _chunk_loss(logits, targets[rows], denominator, module, differentiate)
+            loss, logits_gradient = _chunk_loss(logits, targets[rows], rows, denominator, module, soft, differentiate)
             total += loss
             if gradients is not None and logits_gradient is not None:
                 gradients.add(rows, part, logits_gradient.to(hidden.dtype))
@@ -107,32 +131,52 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden, weight, bias = (
             None if saved is None else saved.mul_(outer[0].to(saved.dtype)) for saved in ctx.saved_tensors
         )
-        return hidden, weight, bias, None, None, None, None
+        return hidden, weight, bias, None, None, None, None, None
 
 
 def _chunk_loss(
-    logits: Tensor, targets: Tensor, denominator: float, module: HeadLoss, differentiate: bool
+    logits: Tensor,
+    targets: Tensor,
+    rows: slice,
+    denominator: float,
+    module: HeadLoss,
+    soft: SoftTargets | None,
+    differentiate: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Summed loss of one chunk and the gradient of (loss / denominator) with respect to the head's output, in fp32.
 
-    `logits` is (tokens, vocabulary), `targets` (tokens,).
+    `logits` is (tokens, vocabulary), `targets` (tokens,); `rows` are those of the micro-batch's tokens.
     """
     scores = module.transform(logits.float())
     valid = targets != IGNORED
+    slope = None if module.softcap is None else 1 - (scores / module.softcap).square()
+    taught = None if soft is None else soft.divergence(rows, scores, differentiate=differentiate)
+    loss, gradient = _cross_entropy(scores, targets, valid, differentiate)
+    if soft is not None and taught is not None:
+        loss = (1 - soft.weight) * loss + soft.weight * taught[0].where(valid, 0).sum()
+    if gradient is None:
+        return loss, None
+    if soft is not None and taught is not None and taught[1] is not None:
+        columns = gradient[:, : taught[1].shape[1]]
+        gradient.mul_(1 - soft.weight)
+        columns.add_(taught[1].masked_fill_(~valid.unsqueeze(1), 0), alpha=soft.weight)
+    gradient.mul_((valid / denominator * module.multiplier).unsqueeze(1))
+    return loss, gradient if slope is None else gradient.mul_(slope)
+
+
+def _cross_entropy(scores: Tensor, targets: Tensor, valid: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
+    """(sum over the valid targets, its gradient with respect to `scores` whether valid or not).
+
+    The gradient overwrites `scores`: they are ours (a cast or a fresh tensor), or fp32 logits that the caller has no
+    more use for.
+    """
     picked = targets.where(valid, 0).unsqueeze(1)
     normalizer = torch.logsumexp(scores, dim=1, keepdim=True)
     loss = ((normalizer - scores.gather(1, picked)).squeeze(1) * valid).sum()
     if not differentiate:
         return loss, None
-    slope = None if module.softcap is None else 1 - (scores / module.softcap).square()
-    # transform() may have returned its argument: `scores` is ours to overwrite either way (a cast or a fresh tensor)
-    # unless the logits were fp32 already, and the caller has no more use for them.
     gradient = scores.sub_(normalizer).exp_()
-    gradient.scatter_add_(1, picked, gradient.new_full((gradient.shape[0], 1), -1.0))
-    gradient.mul_((valid / denominator * module.multiplier).unsqueeze(1))
-    if slope is not None:
-        gradient.mul_(slope)
-    return loss, gradient
+    return loss, gradient.scatter_add_(1, picked, gradient.new_full((gradient.shape[0], 1), -1.0))
 
 
 class _Gradients:

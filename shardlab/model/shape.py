@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from shardlab.model.teacher import Teacher
 from shardlab.model.trainable import Trainable
 from shardlab.plan import ROOT, ModelShape, ParameterShape
 
@@ -25,3 +26,17 @@ def model_shape(module: Trainable) -> ModelShape:
     table, head = getattr(module.table, "weight", None), module.tail.head.weight
     after = tuple(names[id(parameter)] for parameter in module.tail.parameters() if parameter is not head)
     return ModelShape(shapes, count, True, names.get(id(table)), names[id(head)], after)
+
+
+def teacher_shape(teacher: Teacher) -> ModelShape:
+    """The same of a teacher: head and embedding are units of their own, unless they are tied."""
+    unit_of = {
+        id(parameter): number
+        for number, unit in enumerate(teacher.units[:-1], start=1)
+        for parameter in unit.parameters()
+    }
+    shapes = tuple(
+        ParameterShape(name, tuple(parameter.shape), False, unit_of.get(id(parameter), ROOT))
+        for name, parameter in teacher.named_canonical()
+    )
+    return ModelShape(shapes, len(teacher.blocks), has_tail=True)

@@ -6,6 +6,7 @@ policy.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from shardlab.model import policies
 from shardlab.model.head import HeadLoss
 from shardlab.model.randomness import StepRandom
 from shardlab.model.segments import Anatomy, Capture, capture, dissect, output_embeddings, output_transform
+from shardlab.model.teacher import Distillation, Teacher
 from shardlab.plan import Recompute
 
 
@@ -39,6 +41,7 @@ class Trainable(nn.Module):
     architecture: str  # class name of the user's model
     generation_config: Any = None  # a Hugging Face model's own
     separates_documents = True  # whether documents in one row, by position_ids, do not see each other
+    distillation: Distillation | None = None  # in training a teacher is asked too; no submodule: see model/teacher.py
 
     @property
     def last(self) -> nn.Module | None:
@@ -168,9 +171,12 @@ class CausalLM(Trainable):
 
     def forward(self, batch: Mapping[str, Tensor], denominator: float) -> Tensor:
         """See `Trainable`; `batch` as in `data.window.MicroBatch.tensors`."""
+        taught = self.distillation if self.training else None
+        soft = None if taught is None else taught.look(batch)
         hidden = self.hidden(batch)
         self.random.enter(len(self.blocks) + 1)
-        result: Tensor = self.tail(hidden, batch["targets"], denominator)
+        with nullcontext() if taught is None else taught.whole():
+            result: Tensor = self.tail(hidden, batch["targets"], denominator, soft)
         return result
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -226,7 +232,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def refuse_packing(module: Trainable) -> None:
+def refuse_packing(module: Trainable | Teacher) -> None:
     """Raises UserError where documents in one row would see each other: transformers itself says nothing of it."""
     if not module.separates_documents:
         raise UserError(

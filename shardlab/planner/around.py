@@ -7,7 +7,7 @@ rank that takes most, which is the first one where something is written once.
 import math
 from dataclasses import dataclass, replace
 
-from shardlab.backends import ddp_footprint, fsdp_footprint, zero_footprint
+from shardlab.backends import ddp_footprint, fsdp_footprint, teacher_footprint, zero_footprint
 from shardlab.backends.placement import FP32, Setting, Standing, largest, pinned, stored
 from shardlab.plan import Around, Phase
 from shardlab.recipe import Recipe
@@ -63,7 +63,14 @@ def standing(setting: Setting) -> Standing | None:
         return None
     part = {"ddp": ddp_footprint, "fsdp": fsdp_footprint}.get(name, zero_footprint)
     found: Standing = part.standing(setting)
-    return found
+    teacher = teacher_footprint.resident(setting)
+    if not teacher:
+        return found
+    # The teacher comes when the student's weights are in place.
+    stands = sum(size for kind, size in found.resident.items() if kind != "moments")
+    building = max(found.building, stands + teacher_footprint.building(setting))
+    resident = {kind: found.resident.get(kind, 0) + teacher.get(kind, 0) for kind in {**found.resident, **teacher}}
+    return replace(found, resident=resident, building=building)
 
 
 def snapshot_bytes(setting: Setting, found: Standing) -> int:

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardlab.backends import ddp_footprint, fsdp_footprint, plain_footprint, zero_footprint
+from shardlab.backends import ddp_footprint, fsdp_footprint, plain_footprint, teacher_footprint, zero_footprint
 from shardlab.backends.placement import Setting, moment
 from shardlab.backends.stream import footprint as stream_footprint
-from shardlab.model.shape import model_shape
+from shardlab.model.shape import model_shape, teacher_shape
 from shardlab.model.trainable import Trainable
 from shardlab.plan import ROOT, Bytes, Footprint, Loop, ModelShape, Moment, ParameterShape, Plan, Timeline
 from shardlab.planner.around import Saving, around, snapshot_bytes, standing
@@ -66,6 +66,8 @@ class Predictor:
     ):
         """Without `saving` nothing is known of what comes around the steps."""
         self.shape = model_shape(module)
+        taught = module.distillation
+        self._teacher = None if taught is None else teacher_shape(taught.teacher)
         self.block_class = type(module.blocks[0]).__name__ if module.blocks else ""
         self.loop = loop
         self.saving = saving
@@ -110,7 +112,9 @@ class Predictor:
         return known[size]
 
     def _setting(self, plan: Plan) -> Setting:
-        return Setting(self._shape(plan), plan, self._states, self._timeline(plan), self._accelerator, self.loop)
+        shape, timeline = self._shape(plan), self._timeline(plan)
+        found = Setting(shape, plan, self._states, timeline, self._accelerator, self.loop, self._teacher)
+        return replace(found, timeline=teacher_footprint.timeline(found))
 
     def _shape(self, plan: Plan) -> ModelShape:
         """The units of a plain loop's FSDP are its blocks; embedding and head stay with the root."""
@@ -157,7 +161,8 @@ class Predictor:
             found = replace(found, around=around(setting, self.saving, beside, term["spread_share"], kept))
         if plan.backend == "stream":
             return replace(found, disk=stream_footprint.disk(setting))
-        return replace(found, low=max(0, found.low - self._dropped(plan)))
+        mapped = 0 if self._accelerator else teacher_footprint.mapped(setting)
+        return replace(found, low=max(0, found.low - self._dropped(plan) - mapped))
 
     def _dropped(self, plan: Plan) -> int:
         """What a plain loop that drops the model's output at once (the HF Trainer's) has less of: the logits."""
@@ -173,14 +178,21 @@ def placed(setting: Setting) -> list[Moment]:
     unsharded = ddp_footprint if setting.loop == "shardlab" else plain_footprint
     own = {"ddp": unsharded, "fsdp": fsdp_footprint, "stream": stream_footprint}
     part: Any = own.get(setting.plan.backend, zero_footprint)
-    return list(part.footprint(setting))
+    return teacher_footprint.with_teacher(setting, list(part.footprint(setting)))
 
 
-def untraced(model: nn.Module, plan: Plan, optimizer: AdamW | SGD, *, accelerator: bool) -> Setting:
+def untraced(
+    model: nn.Module,
+    plan: Plan,
+    optimizer: AdamW | SGD,
+    *,
+    accelerator: bool,
+    teacher: ModelShape | None = None,
+) -> Setting:
     """Of any module, its state alone: for what follows from that."""
     shapes = [ParameterShape(name, tuple(p.shape), p.requires_grad, ROOT) for name, p in model.named_parameters()]
     shape = ModelShape(tuple(shapes), 0, has_tail=False)
-    return Setting(shape, plan, states_per_element(optimizer), (), accelerator)
+    return Setting(shape, plan, states_per_element(optimizer), (), accelerator, teacher=teacher)
 
 
 def floor_bytes(setting: Setting, saving: Saving) -> int:

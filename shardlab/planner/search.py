@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardlab.data.tokenizer import nominal_vocabulary
 from shardlab.errors import UserError
-from shardlab.model.build import build_shell
+from shardlab.model.build import build_shell, teacher_shell
 from shardlab.model.trainable import make_trainable
 from shardlab.plan import BackendName, Footprint, Loop, ModelShape, Offload, Plan, Recompute
 from shardlab.planner.around import Saving
@@ -131,7 +131,14 @@ def predictor(recipe: Recipe, machine: Machine, vocabulary: int | None = None, l
     vocabulary = nominal_vocabulary(data.tokenizer) if vocabulary is None else vocabulary
 
     shell = build_shell(recipe.model, vocabulary=vocabulary, sequence_length=data.sequence_length)
-    module = make_trainable(shell) if loop == "shardlab" else PlainLoop(shell)
+    if recipe.distill is None:
+        module = make_trainable(shell) if loop == "shardlab" else PlainLoop(shell)
+    elif loop == "shardlab":
+        teacher = teacher_shell(recipe.distill, shell, vocabulary=vocabulary, sequence_length=data.sequence_length)
+        module = make_trainable(shell)
+        module.distillation = teacher
+    else:
+        raise UserError("distill is of our own loop; no plain one is planned with a teacher")
 
     def batch(micro_batch: int) -> dict[str, Tensor]:
         if loop != "shardlab":

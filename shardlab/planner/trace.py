@@ -43,8 +43,10 @@ class Tracer:
         self._repeats = _repeats(module)
         if self._repeats:
             _keep_three(module)
-        self._buffers = dict(module.named_buffers())
-        self._originals = dict(module.named_parameters(remove_duplicate=False))
+        taught = module.distillation
+        self._holders: list[nn.Module] = [module, *([taught.teacher] if taught is not None else [])]
+        self._buffers = [dict(holder.named_buffers()) for holder in self._holders]
+        self._originals = [dict(holder.named_parameters(remove_duplicate=False)) for holder in self._holders]
 
     def timeline(
         self, batch: Mapping[str, Tensor], precision: Precision, gradients: Gradients, recompute: Recompute
@@ -92,18 +94,19 @@ class Tracer:
 
     def _fake_parameters(self, dtype: torch.dtype) -> None:
         made: dict[int, nn.Parameter] = {}
-        for name, original in self._originals.items():
-            if id(original) not in made:
-                kind = dtype if original.is_floating_point() else original.dtype
-                made[id(original)] = nn.Parameter(
-                    torch.empty(original.shape, dtype=kind), requires_grad=original.requires_grad
-                )
-            owner, _, leaf = name.rpartition(".")
-            self._module.get_submodule(owner)._parameters[leaf] = made[id(original)]
-        for name, buffer in self._buffers.items():
-            owner, _, leaf = name.rpartition(".")
-            fake = torch.empty(buffer.shape, dtype=buffer.dtype)
-            self._module.get_submodule(owner)._buffers[leaf] = fake
+        for holder, originals, buffers in zip(self._holders, self._originals, self._buffers, strict=True):
+            for name, original in originals.items():
+                if id(original) not in made:
+                    kind = dtype if original.is_floating_point() else original.dtype
+                    made[id(original)] = nn.Parameter(
+                        torch.empty(original.shape, dtype=kind), requires_grad=original.requires_grad
+                    )
+                owner, _, leaf = name.rpartition(".")
+                holder.get_submodule(owner)._parameters[leaf] = made[id(original)]
+            for name, buffer in buffers.items():
+                owner, _, leaf = name.rpartition(".")
+                fake = torch.empty(buffer.shape, dtype=buffer.dtype)
+                holder.get_submodule(owner)._buffers[leaf] = fake
 
 
 def _is_packed(batch: Mapping[str, Tensor]) -> bool:

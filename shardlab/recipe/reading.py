@@ -28,17 +28,20 @@ _PATH_KEYS = (
     ("data", "tokenizer"),
     ("data", "cache_dir"),
     ("shard", "stream_directory"),
+    ("distill", "teacher"),
 )
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in a YAML file, changed by overrides such as `train.steps=50`, of which a later one wins.
+
+    Without a file the defaults are changed.
 
     An override's value is YAML. Relative paths start at the recipe's directory when they stand in the file, and at the
     working directory when they stand in an override. Raises UserError for whatever a user has to mend.
     """
-    file = Path(path)
-    tree = _anchored(_read_mapping(file), file.absolute().parent)
+    file = Path("recipe" if path is None else path)
+    tree = {} if path is None else _anchored(_read_mapping(file), file.absolute().parent)
     parsed = [_parse_override(text) for text in overrides]
     for override in parsed:
         _apply(override, tree)

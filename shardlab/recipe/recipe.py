@@ -7,7 +7,14 @@ from pydantic import ValidationError, model_validator
 
 from shardlab.errors import UserError
 from shardlab.recipe.complaints import explain
-from shardlab.recipe.sections import CheckpointSection, DataSection, ModelSection, ShardSection, TrainSection
+from shardlab.recipe.sections import (
+    CheckpointSection,
+    DataSection,
+    DistillSection,
+    ModelSection,
+    ShardSection,
+    TrainSection,
+)
 from shardlab.recipe.sections.base import Section
 
 
@@ -17,6 +24,8 @@ class Recipe(Section):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
+    distill: DistillSection | None = None
+    """Learn from a teacher too; null is off."""
     shard: ShardSection = ShardSection()
     checkpoint: CheckpointSection = CheckpointSection()
 

@@ -42,6 +42,8 @@ train:
   on_nonfinite: stop          # or skip
   evaluate_every: null        # steps; null = at the end only
   trackers: []                # tensorboard, wandb, mlflow; their files lie in the run's tracking/
+distill: null                 # learn from another model too; with its directory:
+  # { teacher: model-directory, weight: 0.5, loss: forward_kl, temperature: 1.0, mixture: null }   # or jsd, ...
 shard:
   backend: auto               # ddp, zero1, zero2, zero3, fsdp, stream
   micro_batch: auto           # accumulation = global_batch_size / (micro_batch x ranks)

@@ -26,6 +26,7 @@ from shardlab.data import MicroBatch, Window, windows_from_batches
 from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights, Weights
 from shardlab.model.qat import round_layers
+from shardlab.model.teacher import Distillation
 from shardlab.model.trainable import Trainable, holds_packed_documents, make_trainable, refuse_packing
 from shardlab.plan import Plan
 from shardlab.recipe import ModelSection, Recipe, load_recipe
@@ -156,17 +157,20 @@ class Engine:
         *,
         packed: bool = False,
         masks: Masks | None = None,
+        teacher: tuple[Distillation, Weights] | None = None,
     ) -> None:
-        """Hand the model to the backend: from here on it is sharded.
+        """Hand the model to the backend: from here on it is sharded. So is the `teacher` that it learns from.
 
         What `masks` prune is zero from the start and after every update. Raises UserError where they are of another
-        model, or it would get `packed` documents and can't keep them apart.
+        model, or the model or its teacher would get `packed` documents and can't keep them apart.
         """
         if self.recipe.train.qat is not None:
             round_layers(model, self.recipe.train.qat)
         self.module = make_trainable(model, seed=self.plan.seed, recompute=self.plan.recompute)
         if packed:
             refuse_packing(self.module)
+            if teacher is not None:
+                refuse_packing(teacher[0].teacher)
         self.module.train()
         self._tokenizer = tokenizer
         if masks:
@@ -179,6 +183,9 @@ class Engine:
         job = Job(self.module, self.plan, optimizer, self.topology, directory, masks=self.masks)
         backend.prepare(job, weights)
         self._backend = backend
+        if teacher is not None:
+            backend.hold_teacher(*teacher)
+            self.module.distillation = teacher[0]
         self.module.check_tie()
         self._check_buffers()
         if self.recipe.train.trackers:
@@ -227,6 +234,8 @@ class Engine:
                 "shard.memory_limit can't be kept in a loop of your own, whose rows and model are not the recipe's: "
                 "leave it out, or train by `shardlab train`"
             )
+        if self.recipe.distill is not None:
+            raise UserError("distill is for `shardlab train` and `shardlab distill`, not for a loop of your own")
         settings = like(optimizer, model)
         self.peak_learning_rate = float(optimizer.defaults["lr"])
         self._source = ModelSection()  # not the recipe's model

@@ -17,7 +17,7 @@ from shardlab.backends.base import all_reduce_sum
 from shardlab.checkpoint.listing import checkpoints
 from shardlab.checkpoint.storage import LocalStorage, spelled_bytes
 from shardlab.errors import UserError
-from shardlab.plan import Footprint, Phase, Plan
+from shardlab.plan import Footprint, ModelShape, Phase, Plan
 from shardlab.planner.around import Saving, most_checkpoints, on_disk
 from shardlab.planner.calibration import measured
 from shardlab.planner.choose import agreeing, choose, is_open
@@ -45,6 +45,7 @@ class Foresight:
         self._saving = Saving.of(recipe)
         self._predictor: Predictor | None = None
         self._state_bytes = 0  # of a rank, without a trace
+        self.teacher: ModelShape | None = None  # of a distillation
 
     def choose(self, model: nn.Module) -> Plan:
         """The plan with the backend that becomes of `auto`: the first rank's choice. Every rank calls this."""
@@ -79,7 +80,7 @@ class Foresight:
     def _is_large(self, model: nn.Module) -> bool:
         """Whether the state alone is a good part of the memory that there is."""
         optimizer = self._recipe.train.optimizer
-        setting = untraced(model, self._plan, optimizer, accelerator=self._machine.accelerator)
+        setting = untraced(model, self._plan, optimizer, accelerator=self._machine.accelerator, teacher=self.teacher)
         self._state_bytes = floor_bytes(setting, self._saving)
         return self._state_bytes >= WORTH_A_TRACE * self._machine.memory_bytes
 
@@ -124,7 +125,7 @@ class Foresight:
     def _no_room(self, model: nn.Module, output: Path, saved: Path) -> str | None:
         """Why the disk is too small for the checkpoints and the model, and what would fit it."""
         optimizer = self._recipe.train.optimizer
-        setting = untraced(model, self._plan, optimizer, accelerator=self._machine.accelerator)
+        setting = untraced(model, self._plan, optimizer, accelerator=self._machine.accelerator, teacher=self.teacher)
         each, written = on_disk(setting, self._saving)
         free, there = LocalStorage().free_bytes(output), len(checkpoints(saved))
 

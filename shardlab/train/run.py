@@ -15,10 +15,13 @@ from torch import nn
 
 from shardlab import __version__
 from shardlab.data import OwnData, PreparedData, Window, evaluation_batches, prepare
+from shardlab.data.tokenizer import refuse_other_tokens, tokenizer_directory
 from shardlab.errors import ExitCode, UserError
-from shardlab.model.build import build_model
+from shardlab.model.build import build_model, build_teacher
 from shardlab.model.deferred import Weights
 from shardlab.model.qat import command
+from shardlab.model.shape import teacher_shape
+from shardlab.model.teacher import Distillation
 from shardlab.planner import describe
 from shardlab.recipe import ModelSection, Recipe, dump_recipe
 from shardlab.runtime.stopping import REQUEST
@@ -78,9 +81,13 @@ def _train(
         if found is not None:
             check_resumption(found, engine, identity, reset_schedule=reset_schedule)
     model, weights = build_from_recipe(engine, data)
+    teacher = teacher_from_recipe(engine, data, model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     vocabulary = len(data.tokenizer) if data.tokenizer is not None else 0
     foresight = Foresight(recipe, engine.plan, engine.topology, vocabulary)
+    if teacher is not None:
+        say(teacher[0].describe())
+        foresight.teacher = teacher_shape(teacher[0].teacher)
     engine.plan = foresight.choose(model)
     say(describe(engine.plan))
     engine.plan = foresight.fit(model, output, output / DIRECTORY)
@@ -91,12 +98,12 @@ def _train(
         _write_json(output / PLAN_FILE, planned)
     engine.meter.reset()
     try:
-        _setup(engine, data, model, weights)
+        _setup(engine, data, model, weights, teacher)
     except UserError:  # refused after all: an empty directory is free for the next try
         if main and resume is None:
             (output / PLAN_FILE).unlink()
         raise
-    del model, weights
+    del model, weights, teacher
     say("\n".join([f"{parameters / 1e6:.2f}M parameters; {data.size()} to train on", *data.report.lines()]))
     if engine.masks:
         say(f"{engine.masks.counted():,} pruned weights stay zero (model.keep_masks)")
@@ -177,14 +184,22 @@ def setup_from_recipe(engine: Engine, data: PreparedData | OwnData) -> int:
     """Build the recipe's model for the data's tokenizer and shard it. Returns its number of parameters."""
     model, weights = build_from_recipe(engine, data)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    _setup(engine, data, model, weights)
+    _setup(engine, data, model, weights, teacher_from_recipe(engine, data, model))
     return parameters
 
 
-def _setup(engine: Engine, data: PreparedData | OwnData, model: nn.Module, weights: Weights) -> None:
+def _setup(
+    engine: Engine,
+    data: PreparedData | OwnData,
+    model: nn.Module,
+    weights: Weights,
+    teacher: tuple[Distillation, Weights] | None,
+) -> None:
     packed = engine.recipe.data.packing and isinstance(data, PreparedData)
     masks = kept_masks(engine.recipe.model)
-    engine.setup(model, weights, engine.recipe.train.optimizer, data.tokenizer, packed=packed, masks=masks)
+    engine.setup(
+        model, weights, engine.recipe.train.optimizer, data.tokenizer, packed=packed, masks=masks, teacher=teacher
+    )
 
 
 def kept_masks(section: ModelSection) -> Masks:
@@ -192,6 +207,21 @@ def kept_masks(section: ModelSection) -> Masks:
     if section.path is None or section.lora is not None or not section.keep_masks:
         return Masks()
     return Masks.read(Path(section.path))
+
+
+def teacher_from_recipe(
+    engine: Engine, data: PreparedData | OwnData, student: nn.Module
+) -> tuple[Distillation, Weights] | None:
+    """The teacher that the recipe asks for, and its values. Raises UserError where it reads a text otherwise."""
+    section = engine.recipe.distill
+    if section is None:
+        return None
+    if data.tokenizer is None:
+        raise UserError("distill is for language models, and data.builder's rows have no tokenizer")
+    theirs = tokenizer_directory(section.teacher, "distill.teacher")
+    refuse_other_tokens(theirs, data.tokenizer, section.teacher, "data.tokenizer")
+    length = engine.recipe.data.sequence_length
+    return build_teacher(section, student, vocabulary=len(data.tokenizer), sequence_length=length)
 
 
 def build_from_recipe(engine: Engine, data: PreparedData | OwnData) -> tuple[nn.Module, Weights]:

@@ -134,3 +134,31 @@ def test_shakespeare_says_in_one_line_that_the_text_is_missing(tmp_path: Path) -
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "no.txt" in done.stderr
+
+
+@pytest.mark.slow
+def test_distill() -> None:
+    steps = (
+        "--teacher-steps",
+        "4",
+        "--steps",
+        "2",
+        "--rows",
+        "2",
+        "--sequence",
+        "32",
+        "--held-out",
+        "4",
+        "--seeds",
+        "1",
+    )
+    (row,) = report("distill.py", "--size", "tiny", "--tokenizer", "bytes", *steps)["rows"]
+    assert row["with"] > 1
+    assert row["with / without"] == pytest.approx(row["with"] / row["without"])
+
+
+@pytest.mark.slow
+def test_the_distillation_s_loss_is_the_same_in_chunks() -> None:
+    ours, whole = report("distill.py", "--loss-memory", "--turns", "1", "--tokens", "512")["rows"]
+    assert ours["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert ours["extra peak MiB"] < whole["extra peak MiB"]

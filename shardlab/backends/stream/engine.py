@@ -31,6 +31,7 @@ from shardlab.data.window import MicroBatch, Window
 from shardlab.errors import UserError
 from shardlab.model.deferred import Weights
 from shardlab.model.shape import model_shape
+from shardlab.model.teacher import Distillation
 from shardlab.model.trainable import CausalLM, Trainable
 from shardlab.plan import ModelShape
 from shardlab.state.fragment import Fragment, OptimizerState, StateReader
@@ -68,6 +69,10 @@ class StreamBackend:
         self._on = Machinery(module, layout, self._pipeline, binding, self._boundaries, self._device, dtype)
         # Tensors whose gradient was not zero in the first window that was applied.
         self._moved: set[str] | None = set() if job.resume else None
+
+    def hold_teacher(self, distillation: Distillation, weights: Weights) -> None:
+        """See `Backend.hold_teacher`."""
+        raise UserError("distill: backend stream holds no teacher beside the model it trains; set shard.backend=ddp")
 
     def run_window(self, window: Window, lr: float) -> Applied:
         """See `Backend.run_window`."""

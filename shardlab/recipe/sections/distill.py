@@ -1,0 +1,36 @@
+"""The recipe's `distill`: a trained model that the one in training learns from."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from shardlab.recipe.sections.base import Fraction, Section
+
+DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl"]
+_MIXTURES: dict[str, float] = {"jsd": 0.5, "skew_kl": 0.1, "skew_reverse_kl": 0.1}
+
+
+class DistillSection(Section):
+    """A token's loss becomes (1 - weight) x cross-entropy + weight x divergence from the teacher."""
+
+    teacher: str
+    """A Hugging Face model directory with the tokenizer that `data` uses; it is only run forward."""
+    loss: DivergenceName = "forward_kl"
+    """forward_kl covers all that the teacher might say, reverse_kl keeps to what it likely says; others lie between."""
+    temperature: PositiveFloat = 1.0
+    """Softens both distributions; the divergence counts its square, so that its weight stays the same."""
+    weight: Fraction = 0.5
+    """The divergence's share of the loss: 0 is plain training, 1 the teacher alone."""
+    mixture: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """What jsd and the skew divergences mix in; null is 0.5 for jsd and 0.1 for a skew."""
+
+    @model_validator(mode="after")
+    def _mixture_of_what_mixes_nothing(self) -> "DistillSection":
+        if self.mixture is not None and self.loss not in _MIXTURES:
+            raise ValueError(f"mixture is for {', '.join(_MIXTURES)}; {self.loss} has none: set it to null")
+        return self
+
+    @property
+    def mixed(self) -> float:
+        """`mixture`, or its default."""
+        return self.mixture if self.mixture is not None else _MIXTURES.get(self.loss, 0.5)

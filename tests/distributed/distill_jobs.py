@@ -1,0 +1,152 @@
+"""A distillation on a given backend, and the module that holds student and teacher."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardlab.backends import zero_config
+from shardlab.backends.base import Backend
+from shardlab.model.deferred import build_deferred
+from shardlab.model.divergence import Divergence
+from shardlab.model.teacher import distillation
+from shardlab.model.trainable import Trainable
+from shardlab.recipe import DistillSection
+from shardlab.topology import Topology
+from tests.distributed.batches import DATA, sequences, window
+from tests.distributed.jobs import Arrays, Case, make_plan, prepared, settings, whole
+from tests.distributed.models import MODELS, VOCABULARY
+from tests.model.test_divergence import defined as divergence_of
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A case, and what the student learns by."""
+
+    case: Case
+    loss: str = "forward_kl"
+    temperature: float = 2.0
+    weight: float = 0.7
+    tied: bool = False
+    rows: int = VOCABULARY  # of the teacher's head
+
+
+def teacher(*, tied: bool, rows: int) -> nn.Module:
+    """Of other sizes than the student, and larger weights: its distributions are far from flat."""
+    config = LlamaConfig(
+        vocab_size=rows,
+        hidden_size=24,
+        intermediate_size=7,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+        attention_dropout=0.5,  # never in force: a teacher is evaluated
+    )
+    return LlamaForCausalLM(config)
+
+
+def section(lesson: Lesson) -> DistillSection:
+    """The recipe's section of the lesson."""
+    return DistillSection.model_validate(
+        {"teacher": "t", "loss": lesson.loss, "temperature": lesson.temperature, "weight": lesson.weight}
+    )
+
+
+@contextmanager
+def taught(lesson: Lesson) -> Iterator[tuple[Backend, Trainable, Topology]]:
+    """The student on its backend, the teacher beside it."""
+    case = lesson.case
+    model, weights = build_deferred(lambda: MODELS[case.model](case.dropout), seed=0)
+    plan = make_plan(case, sequences(case.data))
+    with prepared(model, weights, plan, settings(case), case.threshold) as (engine, trainable, topology):
+        tutor, values = build_deferred(lambda: teacher(tied=lesson.tied, rows=lesson.rows), seed=1)
+        trainable.distillation = distillation(section(lesson), tutor, model, VOCABULARY)
+        with mock.patch.object(zero_config, "PERSISTENCE_THRESHOLD", case.threshold):
+            engine.hold_teacher(trainable.distillation, values)
+        yield engine, trainable, topology
+
+
+@dataclass
+class Learned:
+    """What came of it on one rank. Whole tensors are rank 0's."""
+
+    losses: list[float]
+    norms: list[float]
+    evaluation: tuple[float, int]
+    teacher_elements: int  # in this rank's memory, between steps
+    fragments: set[str]
+    after: Arrays
+
+
+def learn(lesson: Lesson) -> Learned:
+    """Run it on this rank."""
+    case = lesson.case
+    with taught(lesson) as (engine, trainable, topology):
+        applied = []
+        for step in range(case.steps):
+            mine = window(case.data, step, case.micro, topology.rank, topology.world_size)
+            applied.append(engine.run_window(mine, case.lr))
+            if step == 0:
+                engine.evaluate(mine.micro_batches)
+        batches = window(case.data, 99, case.micro, topology.rank, topology.world_size).micro_batches
+        assert trainable.distillation is not None
+        held = trainable.distillation.teacher.named_canonical()
+        return Learned(
+            losses=[one.loss_sum / one.tokens for one in applied],
+            norms=[one.grad_norm for one in applied],
+            evaluation=engine.evaluate(batches),
+            teacher_elements=sum(_local(parameter) for _, parameter in held),
+            fragments={fragment.name for fragment in engine.fragments()},
+            after=whole(engine),
+        )
+
+
+def _local(parameter: torch.Tensor) -> int:
+    to_local = getattr(parameter, "to_local", None)
+    partition = getattr(parameter, "ds_tensor", None)  # DeepSpeed's
+    if partition is not None and parameter.numel() == 0:
+        return int(partition.numel())
+    return int(to_local().numel() if to_local is not None else parameter.numel())
+
+
+def defined(lesson: Lesson) -> list[float]:
+    """Losses by plain torch in one process: both models whole, one row of the batch after another, SGD by hand."""
+    case = lesson.case
+    model, weights = build_deferred(lambda: MODELS[case.model](case.dropout), seed=0)
+    tutor, values = build_deferred(lambda: teacher(tied=lesson.tied, rows=lesson.rows), seed=1)
+    for module, source in ((model, weights), (tutor, values)):
+        for name, _ in list(module.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, nn.Parameter(source.tensor(name)))
+        module.tie_weights()  # type: ignore[operator]
+    tutor.eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
+    measure, losses = Divergence(lesson.loss, lesson.temperature, section(lesson).mixed), []  # type: ignore[arg-type]
+    for step in range(case.steps):
+        batch = DATA[case.data](step)
+        counted, total = int((batch["targets"] >= 0).sum()), 0.0
+        for row in range(len(batch["targets"])):
+            one = {name: value[row : row + 1] for name, value in batch.items()}
+            targets = one.pop("targets").flatten()
+            valid = targets >= 0
+            if not valid.any():
+                continue
+            scores = model(**one, use_cache=False).logits[0][valid]
+            with torch.no_grad():
+                said = tutor(**one, use_cache=False).logits[0][valid][:, :VOCABULARY]
+            hard = nn.functional.cross_entropy(scores, targets[valid], reduction="sum")
+            loss = (1 - lesson.weight) * hard + lesson.weight * divergence_of(measure, scores, said).sum()
+            (loss / counted).backward()
+            total += loss.item() / counted
+        losses.append(total)
+        nn.utils.clip_grad_norm_(model.parameters(), case.clip or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
