@@ -17,6 +17,7 @@ import torch._inductor.compile_fx  # DeepSpeed imports it in its first step: 41 
 from deepspeed.runtime.zero import parameter_offload
 from torch import Tensor, nn
 
+from shardlab.backends.activations import keep_elsewhere
 from shardlab.backends.base import (
     Applied,
     Job,
@@ -51,6 +52,7 @@ class ZeROBackend:
         self._job = job
         self._device = torch.device(job.topology.device)
         self._stage = int(job.plan.backend[-1])
+        self._shelves = keep_elsewhere(job)
         _start_deepspeed(job)
         config = deepspeed_config(job.plan, [parameter.numel() for parameter in job.module.parameters()])
         self._materialize(config, weights)
@@ -193,6 +195,8 @@ class ZeROBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self._engine.destroy()
+        if self._shelves is not None:
+            self._shelves.close()
         torch.nn.functional.linear = _LINEAR
 
 
