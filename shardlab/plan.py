@@ -17,7 +17,7 @@ Loop = Literal["shardlab", "hf", "hf-bf16"]
 
 @dataclass(frozen=True)
 class Offload:
-    """Where parameters, optimizer state (masters and moments) and activations live between uses: "none" = on the device.
+    """Where parameters, optimizer state (masters and moments) and activations live between uses: "none": on the device.
 
     Activations are what the blocks save for their backward pass. On the disk they lie in `directory` (None: the run's
     own), and take at most `disk_limit` bytes of it on each rank.
@@ -62,7 +62,8 @@ class Plan:
     precision: Precision
     recompute: Recompute = "none"
     recompute_blocks: int | None = None  # so many of the first blocks; None: all. The others keep everything
-    memory_limit: int | None = None  # bytes of a rank's process that `recompute_blocks` is found by; None: no limit
+    recompute_fits: bool = False  # whether `recompute_blocks` is found by the memory that there is, or by the limit:
+    memory_limit: int | None = None  # bytes of a rank's process
     reshard_after_forward: bool = True
     shared_memory: bool = True  # fsdp: CPU ranks of one host exchange through it
     replicas: int = 1  # fsdp: groups of ranks that hold the model whole between them (HSDP)

@@ -1,7 +1,7 @@
 """What the blocks save for their backward pass, between forward and backward pass on the host or in a file.
 
-A forward pass of a block is a shelf (see `model.saved`). Shelves are written while later ones are filled. They come back
-in the reverse order, or in one that is said (`follow`): while the block of one runs backward the next is read.
+A forward pass of a block is a shelf (see `model.saved`). Shelves are written while later ones are filled. They come
+back in the reverse order, or in one that is said (`follows`): while the block of one runs backward the next is read.
 """
 
 import tempfile
@@ -17,13 +17,10 @@ import torch
 from torch import Tensor
 
 from shardlab.backends.base import Job
+from shardlab.backends.placement import AHEAD, PIECE, STAGED
 from shardlab.backends.stream.direct import SECTOR, UnnamedFile, aligned
 from shardlab.errors import UserError
-from shardlab.plan import Offload
 
-PIECE = 2 * 1024**2  # bytes that are written or read at once
-STAGED = 4  # pieces on their way to the file
-AHEAD = 2  # shelves that are back: the one in use, and the next
 ALIGN = 64  # bytes; what one vector register takes at the most
 _THREADS = 2  # each for writing and for reading: one alone does not fill a disk's queue
 
@@ -252,8 +249,8 @@ class DiskShelves:
         if self._limit is not None and offset + size > self._limit:
             self._pieces.put(piece)
             raise UserError(
-                f"shard.offload.disk_limit is {self._limit / 2**30:.3g} GiB, and what the blocks save takes more: raise "
-                "it, or set shard.micro_batch lower or shard.recompute=full"
+                f"shard.offload.disk_limit is {self._limit / 2**30:.3g} GiB, and what the blocks save takes more: "
+                "raise it, or set shard.micro_batch lower or shard.recompute=full"
             )
         self._file.grow(offset + size)
         self.bytes_moved += size
@@ -290,7 +287,9 @@ class DiskShelves:
         buffer, writes = self._buffers[number], list(shelf.writes)
         self._owners[number] = weakref.ref(shelf)
         self._reads[number] = [
-            self._readers.submit(self._read, buffer[begin : min(begin + PIECE, shelf.size)], shelf.start + begin, writes)
+            self._readers.submit(
+                self._read, buffer[begin : min(begin + PIECE, shelf.size)], shelf.start + begin, writes
+            )
             for begin in range(0, shelf.size, PIECE)
         ]
         self.bytes_moved += shelf.size
@@ -325,7 +324,9 @@ def keep_elsewhere(job: Job) -> HostShelves | DiskShelves | None:
             "shard.offload.activations cpu moves nothing where a CPU computes, for it is the same memory: set it to "
             "disk, or to none"
         )
-    shelves = HostShelves(device) if offload.activations == "cpu" else DiskShelves(where(job), device, offload.disk_limit)
+    shelves = (
+        HostShelves(device) if offload.activations == "cpu" else DiskShelves(where(job), device, offload.disk_limit)
+    )
     job.module.set_shelves(shelves)
     return shelves
 
@@ -335,14 +336,6 @@ def where(job: Job) -> Path:
     return job.directory if job.directory is not None else Path(tempfile.gettempdir())
 
 
-def buffer_bytes(offload: Offload, largest: int) -> int:
-    """Of memory beside the tensors, in the one that computes, for shelves of `largest` bytes each at most."""
-    if offload.activations == "none" or not largest:
-        return 0
-    back = AHEAD * -(-largest // SECTOR) * SECTOR
-    return back + STAGED * PIECE if offload.activations == "disk" else back
-
-
 def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     """All of it, (bytes,), not copied."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -59,7 +59,7 @@ class Saved:
         self._shelf = shelf
         self._weights = list(block.parameters())
         self._beside = {_memory(one) for one in tree_leaves(list(beside)) if isinstance(one, Tensor)}
-        # By memory and by how often it was changed. A weak reference keeps the number of a memory from being used again.
+        # By memory and by how often it was changed. A weak reference keeps a memory's number from being used again.
         self._numbers: dict[tuple[int, int], tuple[StorageWeakRef, int]] = {}
 
     @contextmanager
@@ -115,7 +115,7 @@ def _plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.numel() > 0 and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _view(tensor: Tensor, of: int | nn.Parameter, offset: int) -> _View:
+def _view(tensor: Tensor, of: int | nn.Parameter, offset: Any) -> _View:
     return _View(of, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
 

@@ -157,14 +157,14 @@ class Engine:
         Raises UserError where it would get `packed` documents and can't keep them apart.
         """
         self.module = make_trainable(model, seed=self.plan.seed, recompute=self.plan.recompute)
+        self.module.set_recompute(self.plan.recompute, self.plan.recompute_blocks)
         if packed:
             refuse_packing(self.module)
         self.module.train()
         self._tokenizer = tokenizer
         backend = make_backend(self.plan)
         self.base_bytes = self.meter.current_bytes()  # the libraries, before the model
-        directory = stream_directory(self.plan, self.output) if self.plan.backend == "stream" else None
-        backend.prepare(Job(self.module, self.plan, optimizer, self.topology, directory), weights)
+        backend.prepare(Job(self.module, self.plan, optimizer, self.topology, self._disk()), weights)
         self._backend = backend
         self.module.check_tie()
         self._check_buffers()
@@ -174,6 +174,14 @@ class Engine:
                 self.callbacks.append(Trackers(self.recipe, directory))
         for callback in self.callbacks:
             callback.on_start(self)
+
+    def _disk(self) -> Path | None:
+        """Where the backend keeps what it has on the disk; None: nothing."""
+        if self.plan.backend == "stream":
+            return stream_directory(self.plan, self.output)
+        if self.plan.offload.activations == "disk":
+            return self.output if self.plan.offload.directory is None else Path(self.plan.offload.directory)
+        return None
 
     @property
     def backend(self) -> Backend:

@@ -152,7 +152,9 @@ def _allocate(descriptor: int, path: Path, size: int, start: int = 0) -> None:
             os.posix_fallocate(descriptor, start, size - start)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"disk full: {path} needs {(size - start) / 2**30:.2f} GiB more on {path.parent}") from error
+            raise UserError(
+                f"disk full: {path} needs {(size - start) / 2**30:.2f} GiB more on {path.parent}"
+            ) from error
         raise
 
 
