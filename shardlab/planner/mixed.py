@@ -10,15 +10,23 @@ def mixed(again: Timeline, other: Timeline, count: int) -> Timeline:
 
     The first, not the last: when their turn comes to run again, nothing is left of the others.
     """
-    border = _entries(again).get(count + 1)
-    if border is None:
+    if not any(span.segment == count + 1 for span in again):
         return again
-    left = _difference(border, _entries(other)[count + 1])  # what the first blocks leave behind, less than in `other`
-    return tuple(one if one.segment <= count else _beside(two, left) for one, two in zip(again, other, strict=True))
+    # What the first blocks leave behind, less than in `other`: while the blocks' forward pass goes on, and from the head
+    # on, when the arguments that they will run again with are theirs alone.
+    last = max(span.segment for span in again)
+    blocks = _difference(_span(again, "forward", count + 1).entry, _span(other, "forward", count + 1).entry)
+    later = _difference(_span(again, "backward", count + 1).exit, _span(other, "backward", count + 1).exit)
+    return tuple(
+        one
+        if one.segment <= count
+        else _beside(two, blocks if two.phase == "forward" and two.segment < last else later)
+        for one, two in zip(again, other, strict=True)
+    )
 
 
-def _entries(timeline: Timeline) -> dict[int, Bytes]:
-    return {span.segment: span.entry for span in timeline if span.phase == "forward"}
+def _span(timeline: Timeline, phase: str, segment: int) -> Span:
+    return next(span for span in timeline if (span.phase, span.segment) == (phase, segment))
 
 
 def _difference(one: Bytes, other: Bytes) -> dict[Kind, int]:
