@@ -8,6 +8,7 @@ from typing import Literal, get_args
 BackendName = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "stream"]
 Precision = Literal["fp32", "bf16"]
 Place = Literal["none", "cpu"]
+Elsewhere = Literal["none", "cpu", "disk"]
 Recompute = Literal["none", "selective", "full"]  # see `model/policies.py`
 # Whose training loop a prediction is of: ours, or a plain Hugging Face one, with weights in fp32 (and autocast where
 # the precision is bf16) or in bf16.
@@ -16,10 +17,17 @@ Loop = Literal["shardlab", "hf", "hf-bf16"]
 
 @dataclass(frozen=True)
 class Offload:
-    """Where parameters and optimizer state (masters and moments) live between uses: "none" = on the device."""
+    """Where parameters, optimizer state (masters and moments) and activations live between uses: "none": on the device.
+
+    Activations are what the blocks save for their backward pass. On the disk they lie in `directory` (None: the run's
+    own), and take at most `disk_limit` bytes of it on each rank.
+    """
 
     parameters: Place = "none"
     optimizer: Place = "none"
+    activations: Elsewhere = "none"
+    directory: str | None = None
+    disk_limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,9 @@ class Plan:
     global_batch_size: int
     precision: Precision
     recompute: Recompute = "none"
+    recompute_blocks: int | None = None  # so many of the first blocks; None: all. The others keep everything
+    recompute_fits: bool = False  # whether `recompute_blocks` is found by the memory that there is, or by the limit:
+    memory_limit: int | None = None  # bytes of a rank's process
     reshard_after_forward: bool = True
     shared_memory: bool = True  # fsdp: CPU ranks of one host exchange through it
     replicas: int = 1  # fsdp: groups of ranks that hold the model whole between them (HSDP)
@@ -158,7 +169,7 @@ class Span:
     """One segment's forward or backward pass in one micro-batch; bytes of tensors that are no parameters.
 
     `segment` is `ROOT`, a block's number or `ModelShape.tail`. `entry` and `exit` are live at its borders, `peak` at
-    its highest point; `work` is what it computes.
+    its highest point; `work` is what it computes. `away`: bytes that it saves elsewhere, on the host or on the disk.
     """
 
     phase: Literal["forward", "backward"]
@@ -167,6 +178,7 @@ class Span:
     peak: Bytes
     exit: Bytes
     work: Work = Work()
+    away: int = 0
 
 
 Timeline = tuple[Span, ...]

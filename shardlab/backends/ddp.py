@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardlab.backends.activations import keep_elsewhere
 from shardlab.backends.base import (
     Applied,
     Job,
@@ -47,6 +48,7 @@ class DDPBackend:
         self._job = job
         self._device = torch.device(job.topology.device)
         self._mixed = job.plan.precision == "bf16"
+        self._shelves = keep_elsewhere(job)
         module = job.module
         # Masters are made before the weights that compute: they keep the initial values' fp32 bits.
         frozen = torch.bfloat16 if self._mixed else torch.float32
@@ -178,6 +180,8 @@ class DDPBackend:
     def close(self) -> None:
         """See `Backend.close`."""
         self._buckets.close()
+        if self._shelves is not None:
+            self._shelves.close()
 
 
 def _split_masters(module: nn.Module) -> list[nn.Parameter]:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shardlab.backends.activations import keep_elsewhere
 from shardlab.backends.base import (
     Applied,
     Job,
@@ -52,6 +53,7 @@ class FSDPBackend:
         """See `Backend.prepare`."""
         self._job = job
         self._device = torch.device(job.topology.device)
+        self._shelves = keep_elsewhere(job)
         ensure_process_group(job.topology)
         self._shard(weights, _offload_policy(job.plan))
         move_buffers(job.module, self._device)
@@ -246,6 +248,8 @@ class FSDPBackend:
         self.optimizer.zero_grad(set_to_none=True)
         for shared in self._shared:
             shared.close()
+        if self._shelves is not None:
+            self._shelves.close()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ is allocated there, by kind. It is arithmetic on shapes: no torch, no ranks, no 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from shardlab.plan import Bytes, Kind, Loop, ModelShape, Moment, ParameterShape, Plan, Span, Timeline
+from shardlab.plan import Bytes, Kind, Loop, ModelShape, Moment, Offload, ParameterShape, Plan, Span, Timeline
 
 FP32, BF16, INT64 = 4, 2, 8
 
@@ -69,6 +69,29 @@ class Standing:
 def pinned(size: int) -> int:
     """Bytes of pinned host memory that torch takes for a tensor of `size`: a power of two."""
     return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
+# Of what blocks save elsewhere: pieces on their way to a file, and blocks' worth that is back at once.
+PIECE, STAGED, AHEAD = 2 * 1024**2, 4, 2
+SECTOR = 4096
+
+
+def away_bytes(setting: Setting) -> int:
+    """What all blocks save elsewhere in a micro-batch."""
+    return sum(-(-span.away // SECTOR) * SECTOR for span in setting.timeline)
+
+
+def largest_away(setting: Setting) -> int:
+    """What one of them does, at the most."""
+    return max((span.away for span in setting.timeline), default=0)
+
+
+def buffer_bytes(offload: Offload, largest: int) -> int:
+    """Memory, in the one that computes, by which it comes and goes, where a block saves `largest` bytes."""
+    if offload.activations == "none" or not largest:
+        return 0
+    back = AHEAD * -(-largest // SECTOR) * SECTOR
+    return back + STAGED * PIECE if offload.activations == "disk" else back
 
 
 def stored(setting: Setting, frozen_size: int) -> int:

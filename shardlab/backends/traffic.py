@@ -5,11 +5,11 @@ footprints are.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardlab.backends.ddp import BUCKET_BYTES
-from shardlab.backends.placement import BF16, FP32, Setting, shares_memory, trained
+from shardlab.backends.placement import BF16, FP32, Setting, away_bytes, shares_memory, trained
 from shardlab.backends.zero_config import PERSISTENCE_THRESHOLD, bucket_elements
 from shardlab.plan import ROOT, ParameterShape
 
@@ -140,6 +140,14 @@ class Moves:
 
 def moves(setting: Setting) -> Moves:
     """The optimizer's, and what offload sends over the host's link."""
+    found = _state_moves(setting)
+    if setting.plan.offload.activations != "cpu":
+        return found
+    saved = away_bytes(setting) * setting.plan.accumulation
+    return replace(found, up=found.up + saved, down=found.down + saved)
+
+
+def _state_moves(setting: Setting) -> Moves:
     plan, model, size = setting.plan, setting.model, setting.compute_size
     sharded = 1 if plan.backend == "ddp" else plan.world_size // (plan.replicas if plan.backend == "fsdp" else 1)
     elements = model.numel(trainable=True)

@@ -18,6 +18,7 @@ import torch._inductor.compile_fx  # DeepSpeed imports it in its first step: 41 
 from deepspeed.runtime.zero import parameter_offload
 from torch import Tensor, nn
 
+from shardlab.backends.activations import keep_elsewhere
 from shardlab.backends.base import (
     Applied,
     Job,
@@ -55,6 +56,7 @@ class ZeROBackend:
         self._job = job
         self._device = torch.device(job.topology.device)
         self._stage = int(job.plan.backend[-1])
+        self._shelves = keep_elsewhere(job)
         _start_deepspeed(job)
         config = deepspeed_config(job.plan, [parameter.numel() for parameter in job.module.parameters()])
         self._materialize(config, weights)
@@ -219,6 +221,8 @@ class ZeROBackend:
         if self._teacher is not None:
             self._teacher.destroy()
         self._engine.destroy()
+        if self._shelves is not None:
+            self._shelves.close()
         torch.nn.functional.linear = _LINEAR
 
 

@@ -10,9 +10,10 @@ Whatever is run again gives the same bits, dropout included: a block seeds its r
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
+from shardlab.model.saved import Saved
 from shardlab.plan import Recompute
 
 _ATEN = torch.ops.aten
@@ -30,19 +32,28 @@ _PRODUCTS = {_ATEN.mm.default, _ATEN.addmm.default}
 _ATTENTION = "aten::_scaled_dot_product"
 
 
-def run(policy: Recompute, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`function(*args, **kwargs)`, its backward pass by `policy`.
+def run(
+    policy: Recompute,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    saved: Saved | None = None,
+) -> Any:
+    """`function(*args, **kwargs)`, its backward pass by `policy`; with `saved`, what is kept for that goes there.
 
     What is run again ends with the last tensor that is needed (torch's early stop): a block's last product is not
     repeated, and modules that are left so are left without their hooks.
     """
-    if policy == "none" or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    options: dict[str, Any] = {}
-    if policy == "selective":
-        options, function = {"context_fn": _selective}, _with_free_output(function)
-    # Not re-entrant: gradients also flow where the embedding below is frozen.
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+    with saved.hooks() if saved is not None else nullcontext():
+        if policy == "none":
+            return function(*args, **kwargs)
+        options: dict[str, Any] = {}
+        if policy == "selective":
+            options, function = {"context_fn": partial(_selective, saved)}, _with_free_output(function)
+        # Not re-entrant: gradients also flow where the embedding below is frozen.
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
 
 
 def _with_free_output(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,8 +78,12 @@ class _Result:
 
 @dataclass
 class Kept:
-    """The results that one block keeps: put in its forward pass, taken when it is run again."""
+    """The results that one block keeps: put in its forward pass, taken when it is run again.
 
+    With `saved` they are there in between.
+    """
+
+    saved: Saved | None = None
     _results: list[_Result] = field(default_factory=list)
     _by_storage: dict[int, _Result] = field(default_factory=dict)
     _again: bool = False
@@ -87,7 +102,7 @@ class Kept:
         if found.made_by is not made_by:
             raise RuntimeError(f"recompute ran {made_by} where the forward pass had run {found.made_by}")
         value, found.value = found.value, None  # whoever runs the block a third time makes it anew
-        return value
+        return value if self.saved is None or value is None else tree_map(self.saved.unpack, value)
 
     def put(self, made_by: Any, value: Any) -> None:
         """Keep the next result, or note with None that it is not kept. Does nothing when a block is run again."""
@@ -135,6 +150,14 @@ class Kept:
         """Inside, results are kept."""
         with _Operators(self):
             yield
+        if self.saved is not None:  # only now: until here something could be changed in place
+            for result in self._results:
+                result.value = tree_map(self._pack, result.value)
+            self._by_storage.clear()
+
+    def _pack(self, value: Any) -> Any:
+        assert self.saved is not None
+        return self.saved.pack(value) if isinstance(value, Tensor) else value
 
 
 _active: ContextVar[Kept | None] = ContextVar("kept results", default=None)
@@ -145,9 +168,9 @@ def kept() -> Kept | None:
     return _active.get()
 
 
-def _selective() -> tuple[Any, Any]:
+def _selective(saved: Saved | None) -> tuple[Any, Any]:
     """torch's two contexts of a checkpoint: of the forward pass, and of when it is run again."""
-    results = Kept()
+    results = Kept(saved)
     return results.writing(), results.reading()
 
 

@@ -17,6 +17,7 @@ from shardlab.errors import UserError
 from shardlab.model import policies
 from shardlab.model.head import HeadLoss
 from shardlab.model.randomness import StepRandom
+from shardlab.model.saved import Saved, Shelves
 from shardlab.model.segments import Anatomy, Capture, capture, dissect, output_embeddings, output_transform
 from shardlab.model.teacher import Distillation, Teacher
 from shardlab.plan import Recompute
@@ -85,11 +86,17 @@ class Trainable(nn.Module):
             if not any(parameter is head for name, parameter in self.named_parameters() if "tail." not in name):
                 raise RuntimeError("sharding has untied the head from the embedding: they would drift apart")
 
-    def set_recompute(self, recompute: Recompute) -> None:
-        """Another policy for the steps to come."""
-        for block in self.blocks:
+    def set_recompute(self, recompute: Recompute, count: int | None = None) -> None:
+        """Another policy for the steps to come: of the first `count` blocks, or of all. The others keep everything."""
+        for number, block in enumerate(self.blocks):
             assert isinstance(block.forward, _BlockForward)
-            block.forward.recompute = recompute
+            block.forward.recompute = recompute if count is None or number < count else "none"
+
+    def set_shelves(self, shelves: Shelves | None, start: int = 0) -> None:
+        """Where the blocks from number `start` on keep what they save for the backward pass; None: where it is made."""
+        for number, block in enumerate(self.blocks):
+            assert isinstance(block.forward, _BlockForward)
+            block.forward.shelves = shelves if number >= start else None
 
     def _finish(self, model: nn.Module, aliases: dict[str, str], seed: int, recompute: Recompute) -> None:
         """The last step of every constructor."""
@@ -98,7 +105,7 @@ class Trainable(nn.Module):
         self.shapes = {name: parameter.shape for name, parameter in self.named_canonical()}
         self.random = StepRandom(seed)
         for index, block in enumerate(self.blocks, start=1):
-            block.forward = _BlockForward(block.forward, self.random, index, recompute)
+            block.forward = _BlockForward(block, self.random, index, recompute)
 
 
 class _BlockForward:
@@ -108,14 +115,19 @@ class _BlockForward:
     module's own hooks, so a sharding backend's gathers surround it in forward and recompute alike.
     """
 
-    def __init__(self, forward: Any, random: StepRandom, index: int, recompute: Recompute):
-        self._forward = forward
+    def __init__(self, block: nn.Module, random: StepRandom, index: int, recompute: Recompute):
+        self._block = block
+        self._forward = block.forward
         self._random = random
         self._index = index
         self.recompute = recompute
+        self.shelves: Shelves | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return policies.run(self.recompute, self._run, args, kwargs)
+        saved = None
+        if self.shelves is not None and torch.is_grad_enabled():
+            saved = Saved(self.shelves.begin(), self._block, (*args[1:], *kwargs.values()))
+        return policies.run(self.recompute, self._run, args, kwargs, saved)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._random.enter(self._index)

@@ -11,8 +11,11 @@ from shardlab.recipe import Recipe
 
 
 def is_open(recipe: Recipe, ruled: Plan) -> bool:
-    """Whether there is a backend to choose; `ruled` is the recipe's plan by `resolve`. Only fsdp has replicas."""
-    return recipe.shard.backend == "auto" and ruled.replicas == 1
+    """Whether there is a backend to choose; `ruled` is the recipe's plan by `resolve`.
+
+    Only fsdp has replicas, and a survey moves no activations.
+    """
+    return recipe.shard.backend == "auto" and ruled.replicas == 1 and ruled.offload.activations == "none"
 
 
 def agreeing(recipe: Recipe, ruled: Plan) -> Callable[[Plan], bool]:
@@ -20,7 +23,8 @@ def agreeing(recipe: Recipe, ruled: Plan) -> Callable[[Plan], bool]:
 
     def agrees(plan: Plan) -> bool:
         sized = recipe.shard.micro_batch == "auto" or plan.micro_batch == ruled.micro_batch
-        return sized and (plan.offload, plan.recompute) == (ruled.offload, ruled.recompute)
+        again = plan.recompute in ("none", "full") if ruled.recompute_fits else plan.recompute == ruled.recompute
+        return sized and again and plan.offload == ruled.offload
 
     return agrees
 
@@ -30,15 +34,25 @@ def choose(found: Survey, ruled: Plan) -> Plan:
 
     Where none fits: backend stream where it can run, else the one that misses by the least.
     """
-    agrees = agreeing(found.recipe, ruled)
-    left = replace(found, candidates=tuple(c for c in found.candidates if agrees(c.plan)))
+    agrees, less = agreeing(found.recipe, ruled), 0
+    if ruled.memory_limit is not None:
+        less = max(0, found.machine.memory_bytes - ruled.memory_limit)
+    candidates = (replace(c, left_bytes=c.left_bytes - less) for c in found.candidates if agrees(c.plan))
+    left = replace(found, candidates=tuple(candidates))
     if not left.candidates:
         return ruled
     chosen, why = _best(left, ruled)
     reasons = [f"backend auto = {chosen.backend}: {why}"]
     if found.recipe.shard.micro_batch == "auto":
         reasons += [f"micro_batch auto = {chosen.micro_batch}, with it"]
-    return replace(chosen, reasons=tuple(reasons))
+    base = chosen if chosen.backend == "stream" else ruled  # what is recomputed may be left to be found
+    return replace(
+        base,
+        backend=chosen.backend,
+        micro_batch=chosen.micro_batch,
+        accumulation=chosen.accumulation,
+        reasons=tuple(reasons),
+    )
 
 
 def _best(left: Survey, ruled: Plan) -> tuple[Plan, str]:

@@ -13,7 +13,7 @@ the threads that send are those that compute. The disk of backend stream does go
 import math
 from dataclasses import dataclass, field
 
-from shardlab.backends.placement import Setting
+from shardlab.backends.placement import Setting, away_bytes
 from shardlab.backends.stream.footprint import moved
 from shardlab.backends.traffic import Exchange, exchanges, moves
 from shardlab.plan import Precision, Work
@@ -56,6 +56,13 @@ def cost(setting: Setting, machine: Machine, tokens: int) -> Cost | None:
         if found is None:
             return None
         parts["disk"], unhindered = found
+    elif plan.offload.activations == "disk":
+        shown = _away(setting, rates, seconds)
+        if shown is None:
+            return None
+        parts["disk"] = shown
+    if plan.offload.activations == "disk":
+        parts["copies"] += plan.accumulation * 2 * away_bytes(setting) / rates.stream
     total = sum(parts.values())
     return Cost(total, tokens / total, rates.error, parts, unhindered)
 
@@ -85,6 +92,14 @@ def _waiting(setting: Setting, rates: Rates, parts: dict[str, float]) -> tuple[f
         if parts[phase]:
             filled = max(filled, math.ceil(batch * left / parts[phase]))
     return shown, filled
+
+
+def _away(setting: Setting, rates: Rates, seconds: dict[str, float]) -> float | None:
+    """What shows of saving the blocks' activations to the disk: what a pass is too short for."""
+    if rates.disk is None:
+        return None
+    size = away_bytes(setting)
+    return setting.plan.accumulation * sum(max(0.0, size / rates.disk - each) for each in seconds.values())
 
 
 def _sending(setting: Setting, machine: Machine, rates: Rates, seconds: dict[str, float]) -> dict[str, float] | None:

@@ -56,9 +56,9 @@ class PlainLoop(Trainable):
         """Whether the embedding and the head are gathered and reduced with the root, as Accelerate wraps for FSDP2."""
         self.tied = only or self._tied
 
-    def set_recompute(self, recompute: Recompute) -> None:
+    def set_recompute(self, recompute: Recompute, count: int | None = None) -> None:
         """See `Trainable.set_recompute`; transformers keeps no keys and values then."""
-        super().set_recompute(recompute)
+        super().set_recompute(recompute, count)
         self._recompute = recompute
 
     def forward(self, batch: Mapping[str, Tensor], denominator: float) -> Tensor:

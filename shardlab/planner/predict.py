@@ -14,14 +14,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardlab.backends import ddp_footprint, fsdp_footprint, plain_footprint, teacher_footprint, zero_footprint
-from shardlab.backends.placement import Setting, moment
+from shardlab.backends.placement import Setting, away_bytes, buffer_bytes, largest_away, moment
 from shardlab.backends.stream import footprint as stream_footprint
 from shardlab.model.shape import model_shape, teacher_shape
 from shardlab.model.trainable import Trainable
-from shardlab.plan import ROOT, Bytes, Footprint, Loop, ModelShape, Moment, ParameterShape, Plan, Timeline
+from shardlab.plan import (
+    ROOT,
+    Bytes,
+    Disk,
+    Footprint,
+    Loop,
+    ModelShape,
+    Moment,
+    Offload,
+    ParameterShape,
+    Plan,
+    Timeline,
+)
 from shardlab.planner.around import Saving, around, snapshot_bytes, standing
 from shardlab.planner.cost import Cost, cost
 from shardlab.planner.machine import Machine
+from shardlab.planner.mixed import mixed
 from shardlab.planner.plain import PlainLoop, casts, weights_precision
 from shardlab.planner.storages import Passage, alike, on_the_line
 from shardlab.planner.trace import Gradients, Tracer
@@ -80,6 +93,16 @@ class Predictor:
         self._timelines: dict[tuple[Any, ...], Timeline] = {}
 
     def _timeline(self, plan: Plan) -> Timeline:
+        """With some blocks that are run again, and some not, it is made of both kinds."""
+        count = plan.recompute_blocks
+        if count is None or plan.recompute == "none":
+            return self._uniform(plan)
+        again = replace(plan, recompute_blocks=None)
+        if plan.backend == "stream":  # it keeps the inputs of blocks in its own way
+            again = replace(again, offload=Offload())
+        return mixed(self._uniform(again), self._uniform(replace(plan, recompute="none")), count)
+
+    def _uniform(self, plan: Plan) -> Timeline:
         gradients = gradients_of(plan, self.loop)
         key = (*self._traced_as(plan), plan.micro_batch, gradients)
         if key not in self._timelines:
@@ -89,7 +112,8 @@ class Predictor:
     def _traced_as(self, plan: Plan) -> tuple[Any, ...]:
         """What makes another trace necessary, beside the batch."""
         plain_fsdp = self.loop != "shardlab" and plan.backend == "fsdp"
-        return plan.recompute, weights_precision(plan, self.loop), casts(plan, self.loop), plain_fsdp
+        away = plan.offload.activations != "none"
+        return plan.recompute, weights_precision(plan, self.loop), casts(plan, self.loop), plain_fsdp, away
 
     def _trace(self, plan: Plan) -> list[Passage]:
         """Two smaller micro-batches that ran the same operations give a larger one without a trace of its own."""
@@ -108,7 +132,8 @@ class Predictor:
                     self._module.autocast = casts(plan, self.loop)
                     self._module.units_are_blocks(only=plan.backend == "fsdp")
                 precision = weights_precision(plan, self.loop)
-                known[size] = self._tracer.trace(batch, precision, plan.recompute, buffers=buffers)
+                away = plan.offload.activations != "none"
+                known[size] = self._tracer.trace(batch, precision, plan.recompute, buffers=buffers, away=away)
         return known[size]
 
     def _setting(self, plan: Plan) -> Setting:
@@ -143,6 +168,10 @@ class Predictor:
         """Of backend stream: one hidden state of every micro-batch of a window."""
         return stream_footprint.Window(self._setting(plan)).hidden
 
+    def away_bytes(self, plan: Plan) -> int:
+        """What the blocks save elsewhere in a window."""
+        return away_bytes(self._setting(plan)) * plan.accumulation
+
     def cost(self, plan: Plan, machine: Machine) -> Cost | None:
         """Seconds of a step; None where the machine's speed is not known."""
         tokens = next(iter(self._batch(1).values())).numel() * plan.global_batch_size
@@ -161,6 +190,9 @@ class Predictor:
             found = replace(found, around=around(setting, self.saving, beside, term["spread_share"], kept))
         if plan.backend == "stream":
             return replace(found, disk=stream_footprint.disk(setting))
+        if plan.offload.activations == "disk":
+            size = away_bytes(setting)
+            found = replace(found, disk=Disk(size, size * plan.accumulation, size * plan.accumulation))
         mapped = 0 if self._accelerator else teacher_footprint.mapped(setting)
         return replace(found, low=max(0, found.low - self._dropped(plan) - mapped))
 
@@ -178,7 +210,16 @@ def placed(setting: Setting) -> list[Moment]:
     unsharded = ddp_footprint if setting.loop == "shardlab" else plain_footprint
     own = {"ddp": unsharded, "fsdp": fsdp_footprint, "stream": stream_footprint}
     part: Any = own.get(setting.plan.backend, zero_footprint)
-    return teacher_footprint.with_teacher(setting, list(part.footprint(setting)))
+    found = teacher_footprint.with_teacher(setting, list(part.footprint(setting)))
+    return _with_shelves(found, setting) if setting.plan.offload.activations != "none" else found
+
+
+def _with_shelves(moments: list[Moment], setting: Setting) -> list[Moment]:
+    """The buffers that what the blocks save comes and goes by, which stay; and on the host what is there."""
+    offload, largest = setting.plan.offload, largest_away(setting)
+    buffers: Bytes = {"activations": buffer_bytes(offload, largest)}
+    host: Bytes = {"activations": away_bytes(setting)} if offload.activations == "cpu" else {}
+    return [moment(one.name, one.bytes, buffers, host={**one.host, **host}) for one in moments]
 
 
 def untraced(

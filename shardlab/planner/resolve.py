@@ -7,6 +7,7 @@ from typing import Any
 
 from shardlab.errors import UserError
 from shardlab.plan import BackendName, Offload, Plan, Stream
+from shardlab.planner.names import recomputed
 from shardlab.recipe import SGD, AdamW, Recipe, offload_complaint, size_bytes
 
 LARGEST_AUTOMATIC_MICRO_BATCH = 8
@@ -41,17 +42,27 @@ def resolve(recipe: Recipe, *, world_size: int) -> Plan:
         accumulation=train.global_batch_size // (micro_batch * world_size),
         global_batch_size=train.global_batch_size,
         precision=train.precision,
-        recompute="full" if streamed else shard.recompute,
+        recompute="full" if streamed or shard.recompute == "auto" else shard.recompute,
+        # Those of stream, whose activations go to the disk, are found with the limit; the first block is one of them.
+        recompute_blocks=1 if streamed and shard.offload.activations == "disk" else None,
+        memory_limit=None if streamed or shard.memory_limit is None else size_bytes(shard.memory_limit),
+        recompute_fits=shard.recompute == "auto" and not streamed,
         reshard_after_forward=shard.reshard_after_forward,
         shared_memory=shard.shared_memory,
         replicas=shard.replicas,
-        offload=Offload(parameters=shard.offload.parameters, optimizer=shard.offload.optimizer),
+        offload=_offload(recipe),
         stream=_stream(recipe, backend),
         clip_grad_norm=train.clip_grad_norm,
         seed=train.seed,
         timeout_seconds=shard.timeout_seconds,
         reasons=(*backend_reason, *micro_batch_reason),
     )
+
+
+def _offload(recipe: Recipe) -> Offload:
+    given = recipe.shard.offload
+    limit = None if given.disk_limit is None else size_bytes(given.disk_limit)
+    return Offload(given.parameters, given.optimizer, given.activations, given.directory, limit)
 
 
 def _stream(recipe: Recipe, backend: BackendName) -> Stream:
@@ -79,8 +90,10 @@ def describe(plan: Plan) -> str:
     batch = f"micro_batch {plan.micro_batch} x accumulation {plan.accumulation} x {_ranks(plan.world_size)}"
     clip = "off" if plan.clip_grad_norm is None else f"{plan.clip_grad_norm:g}"
     offloaded = [name for name in ("parameters", "optimizer") if getattr(plan.offload, name) != "none"]
+    if plan.offload.activations != "none":
+        offloaded.append(f"activations ({plan.offload.activations})")
     lines = [
-        f"backend {plan.backend}, {plan.precision}, clip_grad_norm {clip}, recompute {plan.recompute}, "
+        f"backend {plan.backend}, {plan.precision}, clip_grad_norm {clip}, recompute {recomputed(plan)}, "
         f"offload {' and '.join(offloaded) or 'none'}",
         f"{batch} = {plan.global_batch_size} sequences",
         *_streaming(plan),

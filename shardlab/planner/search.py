@@ -6,6 +6,7 @@ time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ from shardlab.model.trainable import make_trainable
 from shardlab.plan import BackendName, Footprint, Loop, ModelShape, Offload, Plan, Recompute
 from shardlab.planner.around import Saving
 from shardlab.planner.cost import Cost
+from shardlab.planner.fewest import fewest_recomputed
 from shardlab.planner.machine import Machine
 from shardlab.planner.plain import PlainLoop, plain_batch
 from shardlab.planner.predict import Predictor
@@ -195,22 +197,28 @@ def survey(
         recipe,
         predict.shape,
         predict.block_class,
-        assess(_laid_out(own, predict, machine), predict, machine) if own is not None else None,
+        assess(laid_out(own, predict, machine), predict, machine) if own is not None else None,
         tuple(found),
         loop,
         _stream(base, predict, machine) if loop == "shardlab" else None,
     )
 
 
-def _laid_out(plan: Plan, predict: Predictor, machine: Machine) -> Plan:
-    return fitted(plan, predict, machine) if plan.backend == "stream" and not machine.accelerator else plan
+def laid_out(plan: Plan, predict: Predictor, machine: Machine) -> Plan:
+    """With what is found only by the machine's memory: a stream's layout, the number of blocks that are run again."""
+    if plan.backend == "stream" and not machine.accelerator:
+        return fitted(plan, predict, machine)
+    if plan.recompute_fits:
+        with suppress(UserError):  # where nothing fits, its figures are those of all blocks run again
+            return fewest_recomputed(plan, predict, machine)
+    return plan
 
 
 def _stream(base: Plan, predict: Predictor, machine: Machine) -> Candidate | None:
     """Backend stream at the recipe's own limit, or with all of the machine's memory; None where it can't run at all."""
     if base.world_size > 1 or machine.accelerator:
         return None
-    plan = replace(base, backend="stream", recompute="full", offload=Offload(), replicas=1, reasons=())
+    plan = replace(_free(base), backend="stream", recompute="full", replicas=1)
     try:
         return assess(fitted(plan, predict, machine), predict, machine)
     except UserError:  # not even its smallest layout fits, or a model that has no blocks
@@ -226,7 +234,7 @@ def _base(recipe: Recipe, ranks: int) -> Plan:
 
 def candidates(base: Plan, machine: Machine, loop: Loop = "shardlab") -> Iterator[Plan]:
     """Plans that differ from `base` in backend, offload, recompute and micro-batch."""
-    share = base.accumulation * base.micro_batch
+    share, base = base.accumulation * base.micro_batch, _free(base)
     sizes = [size for size in sorted({*MICRO_BATCHES, base.micro_batch}) if share % size == 0]
     for backend in BACKENDS if base.world_size > 1 or machine.accelerator else BACKENDS[:1]:
         if backend == "fsdp" and loop != "shardlab" and not machine.accelerator:
@@ -242,8 +250,12 @@ def candidates(base: Plan, machine: Machine, loop: Loop = "shardlab") -> Iterato
                         micro_batch=size,
                         accumulation=share // size,
                         replicas=1,
-                        reasons=(),
                     )
+
+
+def _free(plan: Plan) -> Plan:
+    """Without what was chosen for it alone."""
+    return replace(plan, offload=Offload(), recompute_blocks=None, recompute_fits=False, memory_limit=None, reasons=())
 
 
 def _offloads(backend: BackendName, machine: Machine) -> Iterator[Offload]:

@@ -43,6 +43,7 @@ def text(found: Survey, *, every: bool = False, explain: bool = False) -> str:
     if found.own is not None:
         lines.append(f"the recipe's own plan, {name(found.own.plan)}: {_verdict(found.own)}")
         lines.append(f"  its peak is in the {found.own.footprint.where}")
+        lines += _saved_away(found.own)
     best = found.best
     if best is None:
         closest = nearest(found.candidates)
@@ -56,6 +57,17 @@ def text(found: Survey, *, every: bool = False, explain: bool = False) -> str:
     if explain:
         lines += ["", *(f"{name(c.plan)}: {why}" for c, why in reasons(found))]
     return "\n".join(lines)
+
+
+def _saved_away(candidate: Candidate) -> list[str]:
+    """Of a plan whose blocks save to the disk."""
+    disk = candidate.footprint.disk
+    if candidate.plan.offload.activations != "disk" or candidate.plan.backend == "stream" or disk is None:
+        return []
+    return [
+        f"  its activations take {gib(disk.bytes)} GiB of the disk for each rank; a step writes and reads "
+        f"{gib(disk.written)} GiB of them"
+    ]
 
 
 def _streamed(found: Survey) -> list[Candidate]:

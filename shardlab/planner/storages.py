@@ -35,6 +35,7 @@ class Passage:
     points: list[Point] = field(default_factory=list)
     operators: list[str] = field(default_factory=list)
     work: Work = NOTHING
+    away: int = 0
 
     def span(self, *, without: Kind | None = None) -> Span:
         """Its highest point; `without` leaves a kind out, as if it had been freed at once."""
@@ -54,7 +55,7 @@ class Passage:
                 self.kind: peak.get(self.kind, 0) - passing,
                 "temporaries": peak.get("temporaries", 0) + passing,
             }
-        return Span(self.phase, self.segment, entry, peak, exit_, self.work)
+        return Span(self.phase, self.segment, entry, peak, exit_, self.work, self.away)
 
 
 def _bytes(point: Point, skip: int | None) -> dict[Kind, int]:
@@ -79,6 +80,7 @@ def on_the_line(low: list[Passage], high: list[Passage], times: float) -> list[P
             exit=between(a.exit, b.exit),
             points=[between(*pair) for pair in zip(a.points, b.points, strict=True)],
             work=a.work * (1 - times) + b.work * times,
+            away=round(a.away + times * (b.away - a.away)),
         )
         for a, b in zip(low, high, strict=True)
     ]
@@ -96,11 +98,25 @@ class Storages(TorchDispatchMode):
         self._sizes: dict[int, tuple[int, Kind]] = {}
         self._live: Counter[Kind] = Counter()
         self._before: set[int] = set()
+        self._elsewhere = False
+
+    def put_away(self, size: int) -> Tensor:
+        """A tensor of `size` bytes that stands for one outside of this memory; the passage is told of it."""
+        self._elsewhere = True
+        try:
+            made = torch.empty(size, dtype=torch.uint8)
+        finally:
+            self._elsewhere = False
+        storage = made.untyped_storage()
+        self._sizes[storage._cdata] = (0, self.kind)
+        weakref.finalize(storage, self._free, storage._cdata)
+        self.passages[-1].away += size
+        return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func is torch.ops.prim.device.default:
+        if func is torch.ops.prim.device.default or self._elsewhere:
             return result
         if not func._schema.is_mutable or "out" not in func._schema.overload_name:
             for value in result if isinstance(result, tuple | list) else (result,):

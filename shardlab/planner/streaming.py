@@ -16,10 +16,14 @@ CODE_BYTES = 160 * 1024**2
 def fitted(plan: Plan, predict: Predictor, machine: Machine) -> Plan:
     """`plan` with as many of the blocks' inputs in memory as its limit has room for.
 
+    Where activations may go to the disk, first as many blocks' own as pay are not run again.
+
     Raises UserError with need and have where the smallest schedule is still larger than the limit, which may not be
     more than the machine has.
     """
     have = limit_bytes(plan, machine)
+    if plan.offload.activations == "disk":
+        plan = _spilling(plan, predict, machine, have)
     if needs(predict.footprint(_keeping(plan, None))) <= have:
         return _keeping(plan, None)
     least = predict.footprint(_keeping(plan, 0))
@@ -39,6 +43,28 @@ def fitted(plan: Plan, predict: Predictor, machine: Machine) -> Plan:
         else:
             over = middle
     return _keeping(plan, fits * size)
+
+
+def _spilling(plan: Plan, predict: Predictor, machine: Machine, have: int) -> Plan:
+    """`plan` with as many blocks' own activations on the disk as its budget has room for and as save time.
+
+    Where nothing is known of the machine's speed, that is as many as have room. The first block is always run again.
+    """
+    blocks, limit = predict.shape.blocks, plan.offload.disk_limit
+
+    def keeping(count: int) -> Plan:
+        return replace(plan, recompute_blocks=blocks - count)
+
+    most = blocks - 1
+    if not most or needs(predict.footprint(_keeping(keeping(1), 0))) > have:
+        return keeping(0)  # the buffers that they come and go by are too much
+    if limit is not None:
+        most = min(most, limit // predict.away_bytes(keeping(1)))
+    costs = [predict.cost(keeping(count), machine) for count in range(most + 1)]
+    seconds = [one.seconds for one in costs if one is not None]
+    if len(seconds) < len(costs):
+        return keeping(most)
+    return keeping(min(range(most + 1), key=lambda count: (seconds[count], count)))
 
 
 def limit_bytes(plan: Plan, machine: Machine) -> int:

@@ -10,7 +10,7 @@ from shardlab.plan import Loop
 from shardlab.planner.choose import choose, is_open
 from shardlab.planner.machine import Machine, parse_hardware, this_machine
 from shardlab.planner.resolve import resolve
-from shardlab.planner.search import Survey, assess, predictor, survey
+from shardlab.planner.search import Survey, assess, laid_out, predictor, survey
 from shardlab.recipe import Recipe, load_recipe
 
 SEQUENCES_PER_RANK = 8  # in a step, where no recipe says
@@ -48,7 +48,7 @@ def _of_recipe(recipe: Recipe, machine: Machine, loop: Loop) -> Survey:
     found = survey(recipe, machine, ruled, predict, loop)
     if loop != "shardlab" or not is_open(recipe, ruled):
         return found
-    return replace(found, own=assess(choose(found, ruled), predict, machine))
+    return replace(found, own=assess(laid_out(choose(found, ruled), predict, machine), predict, machine))
 
 
 def _machine(recipe: Recipe | None, ranks: int | None, hardware: str | None, file: Path | None) -> Machine:

@@ -11,6 +11,7 @@ bytes that a block leaves behind are the same for each.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -49,10 +50,17 @@ class Tracer:
         self._originals = [dict(holder.named_parameters(remove_duplicate=False)) for holder in self._holders]
 
     def timeline(
-        self, batch: Mapping[str, Tensor], precision: Precision, gradients: Gradients, recompute: Recompute
+        self,
+        batch: Mapping[str, Tensor],
+        precision: Precision,
+        gradients: Gradients,
+        recompute: Recompute,
+        *,
+        away: bool = False,
     ) -> Timeline:
         """The spans of one micro-batch shaped as `batch`, in order; see `trace` for errors."""
-        return self.spans(self.trace(batch, precision, recompute, buffers=gradients == "buffers"), gradients)
+        buffers = gradients == "buffers"
+        return self.spans(self.trace(batch, precision, recompute, buffers=buffers, away=away), gradients)
 
     def spans(self, passages: list[Passage], gradients: Gradients) -> Timeline:
         """A trace as the spans of all blocks."""
@@ -62,9 +70,17 @@ class Tracer:
         return tuple(_extended(spans, self._blocks, keeps_output=isinstance(self._module, PlainLoop)))
 
     def trace(
-        self, batch: Mapping[str, Tensor], precision: Precision, recompute: Recompute, *, buffers: bool
+        self,
+        batch: Mapping[str, Tensor],
+        precision: Precision,
+        recompute: Recompute,
+        *,
+        buffers: bool,
+        away: bool = False,
     ) -> list[Passage]:
         """One micro-batch shaped as `batch`, point by point; `buffers`: gradients have places of their own.
+
+        `away`: what the blocks save is kept elsewhere.
 
         Raises UserError where the step can't run on fake tensors.
         """
@@ -74,7 +90,7 @@ class Tracer:
             self._fake_parameters(torch.bfloat16 if precision == "bf16" else torch.float32)
             fake = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
             try:
-                return _Run(self._module, buffers=buffers).passages(fake)
+                return _Run(self._module, buffers=buffers, away=away).passages(fake)
             except Exception as error:
                 # A forward pass that looks at values, which a trace has not; a stand-in kernel with other rules.
                 raise UserError(
@@ -190,14 +206,15 @@ def _moved(span: Span, number: int, left: Bytes, times: int) -> Span:
     def add(to: Bytes) -> Bytes:
         return {kind: to.get(kind, 0) + times * left.get(kind, 0) for kind in {**to, **left}}
 
-    return Span(span.phase, number, add(span.entry), add(span.peak), add(span.exit), span.work)
+    return replace(span, segment=number, entry=add(span.entry), peak=add(span.peak), exit=add(span.exit))
 
 
 class _Run:
     """One forward and backward pass, cut into passages at the borders of the segments."""
 
-    def __init__(self, module: Trainable, *, buffers: bool):
+    def __init__(self, module: Trainable, *, buffers: bool, away: bool):
         self._module = module
+        self._away = away
         self._buffers = buffers
         self._storages = Storages()
         self._unit_of = {p.name: p.unit for p in model_shape(module).parameters}
@@ -213,6 +230,7 @@ class _Run:
             module.tail.chunks = lambda tokens: self._chosen(chunks)  # type: ignore[method-assign]
         hooks = [hook for index, unit in self._segments() for hook in self._watch(index, unit)]
         hooks += self._take_gradients()
+        module.set_shelves(_Shelves(storages) if self._away else None)
         try:
             with storages:
                 self._enter("forward", ROOT)
@@ -226,6 +244,7 @@ class _Run:
         finally:
             for hook in hooks:
                 hook.remove()
+            module.set_shelves(None)
             if module.tail is not None:
                 del module.tail.chunks
                 module.tail.weight_gradient = None
@@ -293,6 +312,32 @@ class _Run:
         if ended.phase == "backward" and not self._buffers:
             for parameter in self._owned.get(ended.segment, ()):
                 parameter.grad = None
+
+
+class _Shelves:
+    """Stand-ins for memory elsewhere."""
+
+    def __init__(self, storages: Storages):
+        self._storages = storages
+
+    def begin(self) -> "_Shelf":
+        return _Shelf(self._storages)
+
+
+class _Shelf:
+    def __init__(self, storages: Storages):
+        self._storages = storages
+        self._data: list[Tensor] = []
+
+    def put(self, storage: torch.UntypedStorage, device: torch.device) -> int:
+        self._data.append(self._storages.put_away(storage.nbytes()))
+        return len(self._data) - 1
+
+    def end(self) -> None:
+        pass
+
+    def get(self, number: int) -> Tensor:
+        return self._data[number]
 
 
 def _ends(tail: HeadLoss, targets: Tensor) -> list[tuple[slice, int]]:

@@ -4,6 +4,7 @@ The YAML read is that of version 1.2's core schema: PyYAML's own rules read `1e-
 and `off` as false, each of which has cost somebody a run.
 """
 
+import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from shardlab.recipe.complaints import explain
 from shardlab.recipe.recipe import Recipe
 from shardlab.recipe.sections import TOKENIZER_NAMES
 
-# (section, key) whose values are paths on disk; a tokenizer is one unless it has a name of ours.
+# Keys whose values are paths on disk; a tokenizer is one unless it has a name of ours.
 _PATH_KEYS = (
     ("model", "config"),
     ("model", "path"),
@@ -29,6 +30,7 @@ _PATH_KEYS = (
     ("data", "cache_dir"),
     ("shard", "stream_directory"),
     ("distill", "teacher"),
+    ("shard", "offload", "directory"),
 )
 
 
@@ -167,9 +169,11 @@ def _touches(keys: tuple[str, ...], path: tuple[str | int, ...]) -> bool:
 
 def _anchored(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """A copy of the tree whose relative paths start at `base`."""
-    copy = {key: dict(value) if isinstance(value, dict) else value for key, value in tree.items()}
-    for section, key in _PATH_KEYS:
-        keys = copy.get(section)
+    copied = copy.deepcopy(dict(tree))
+    for *sections, key in _PATH_KEYS:
+        keys: Any = copied
+        for section in sections:
+            keys = keys.get(section) if isinstance(keys, dict) else None
         if not isinstance(keys, dict) or key not in keys:
             continue
         value = keys[key]
@@ -177,7 +181,7 @@ def _anchored(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
             keys[key] = [_absolute(item, base) for item in value]
         elif key != "tokenizer" or not _is_named_tokenizer(value):
             keys[key] = _absolute(value, base)
-    return copy
+    return copied
 
 
 def _is_named_tokenizer(value: Any) -> bool:

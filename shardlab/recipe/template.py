@@ -51,9 +51,14 @@ shard:
   replicas: 1                 # fsdp: groups of ranks that each shard the whole model (HSDP)
   reshard_after_forward: true
   shared_memory: true         # fsdp: CPU ranks of one host exchange through it, not through gloo
-  offload: {parameters: none, optimizer: none}   # or cpu
-  recompute: none             # or selective (all but attention and every other product), full (whole blocks)
-  memory_limit: null          # stream: what the process may take, e.g. 2GiB
+  offload:
+    parameters: none          # or cpu
+    optimizer: none           # or cpu
+    activations: none         # or cpu (of an accelerator's), disk: what blocks save for their backward pass
+    directory: null           # of activations on the disk; null = the run's own
+    disk_limit: null          # of the same, e.g. 20GiB; null = what is free
+  recompute: none             # or selective (all but attention and every other product), full (whole blocks), auto
+  memory_limit: null          # stream, recompute auto: what a process may take, e.g. 2GiB
   stream_directory: null      # stream: where the state's files lie; null = in the run's directory
   timeout_seconds: 600        # how long a rank may keep the others waiting
 checkpoint:

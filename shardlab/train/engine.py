@@ -167,6 +167,7 @@ class Engine:
         if self.recipe.train.qat is not None:
             round_layers(model, self.recipe.train.qat)
         self.module = make_trainable(model, seed=self.plan.seed, recompute=self.plan.recompute)
+        self.module.set_recompute(self.plan.recompute, self.plan.recompute_blocks)
         if packed:
             refuse_packing(self.module)
             if teacher is not None:
@@ -179,8 +180,7 @@ class Engine:
             weights = MaskedWeights(weights, self.masks)
         backend = make_backend(self.plan)
         self.base_bytes = self.meter.current_bytes()  # the libraries, before the model
-        directory = stream_directory(self.plan, self.output) if self.plan.backend == "stream" else None
-        job = Job(self.module, self.plan, optimizer, self.topology, directory, masks=self.masks)
+        job = Job(self.module, self.plan, optimizer, self.topology, self._disk(), masks=self.masks)
         backend.prepare(job, weights)
         self._backend = backend
         if teacher is not None:
@@ -194,6 +194,14 @@ class Engine:
                 self.callbacks.append(Trackers(self.recipe, directory))
         for callback in self.callbacks:
             callback.on_start(self)
+
+    def _disk(self) -> Path | None:
+        """Where the backend keeps what it has on the disk; None: nothing."""
+        if self.plan.backend == "stream":
+            return stream_directory(self.plan, self.output)
+        if self.plan.offload.activations == "disk":
+            return self.output if self.plan.offload.directory is None else Path(self.plan.offload.directory)
+        return None
 
     @property
     def backend(self) -> Backend:

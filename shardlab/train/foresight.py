@@ -17,10 +17,11 @@ from shardlab.backends.base import all_reduce_sum
 from shardlab.checkpoint.listing import checkpoints
 from shardlab.checkpoint.storage import LocalStorage, spelled_bytes
 from shardlab.errors import UserError
-from shardlab.plan import Footprint, ModelShape, Phase, Plan
+from shardlab.plan import Footprint, ModelShape, Offload, Phase, Plan
 from shardlab.planner.around import Saving, most_checkpoints, on_disk
 from shardlab.planner.calibration import measured
 from shardlab.planner.choose import agreeing, choose, is_open
+from shardlab.planner.fewest import fewest_recomputed
 from shardlab.planner.machine import Machine
 from shardlab.planner.names import gib, name, settings
 from shardlab.planner.predict import Predictor, floor_bytes, untraced
@@ -91,15 +92,33 @@ class Foresight:
         """
         complaint = self._no_room(model, output, saved) if self._topology.is_main else None
         self._agree(complaint, "the run does not fit the disk of the first rank")
+        if self._plan.recompute_fits:
+            self._plan = self._fewest_recomputed()
         if self._plan.backend != "stream":
             self.refuse_what_cannot_fit(model)
         elif not self._machine.accelerator:
-            self._plan = self._fit_stream()
+            self._plan = self._fit_stream(output)
         elif self._plan.stream.memory_limit is not None:
             raise UserError("shard.memory_limit is the host's on a machine without an accelerator; leave it out here")
         return self._plan
 
-    def _fit_stream(self) -> Plan:
+    def _fewest_recomputed(self) -> Plan:
+        """The same number of blocks on every rank, the most that one of them needs: what they gather depends on it."""
+        found, message = self._plan, None
+        try:
+            found = fewest_recomputed(self._plan, self._predict(), self._machine)
+        except UserError as error:
+            message = str(error)
+        self._agree(message, "recompute auto: no number of blocks fits the memory of another rank's host")
+        blocks = self._predict().shape.blocks
+        chosen = torch.zeros(blocks + 1, device=self._topology.device)
+        chosen[0 if found.recompute == "none" else found.recompute_blocks] = 1.0
+        most = int(all_reduce_sum(chosen, self._topology).nonzero().max())
+        if not most:
+            return replace(found, recompute="none", recompute_blocks=None)
+        return replace(found, recompute="full", recompute_blocks=most)
+
+    def _fit_stream(self, output: Path) -> Plan:
         try:
             predict = self._predict()
             predict.footprint(self._plan)
@@ -107,7 +126,18 @@ class Foresight:
             if self._plan.stream.memory_limit is None:
                 return self._plan
             raise UserError(f"shard.memory_limit needs a prediction to be kept, and there is none: {error}") from error
-        return fitted(self._plan, predict, self._machine)
+        return fitted(self._within_the_disk(self._plan, predict, output), predict, self._machine)
+
+    def _within_the_disk(self, plan: Plan, predict: Predictor, output: Path) -> Plan:
+        """Where activations may go to the disk without a limit, they get what the state and the checkpoints leave."""
+        offload = plan.offload
+        if offload.activations != "disk" or offload.disk_limit is not None:
+            return plan
+        found = predict.footprint(replace(plan, offload=Offload(), recompute_blocks=None))
+        assert found.disk is not None
+        free = LocalStorage().free_bytes(output if offload.directory is None else Path(offload.directory))
+        left = free - found.disk.bytes - (found.around.disk if found.around is not None else 0)
+        return replace(plan, offload=replace(offload, disk_limit=max(0, left)))
 
     def refuse_what_cannot_fit(self, model: nn.Module) -> None:
         """Raises UserError, on every rank, where even the lowest estimate is more than the memory that there is.

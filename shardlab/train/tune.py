@@ -156,6 +156,7 @@ def with_plan(recipe: Recipe, plan: Plan) -> Recipe:
         "reshard_after_forward": plan.reshard_after_forward,
         "offload": {"parameters": plan.offload.parameters, "optimizer": plan.offload.optimizer},
         "recompute": plan.recompute,
+        "memory_limit": values["shard"]["memory_limit"] if plan.backend == "stream" else None,
     }
     return Recipe.from_dict(values)
 

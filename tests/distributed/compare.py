@@ -14,7 +14,9 @@ SHARDING = BACKENDS[1:]
 
 def in_one_process(case: Case) -> Case:
     """The same job without sharding, offload or recompute."""
-    return replace(case, backend="ddp", offload="none", recompute="none", evaluate_first=False, threshold=0)
+    return replace(
+        case, backend="ddp", offload="none", activations="none", recompute="none", evaluate_first=False, threshold=0
+    )
 
 
 def relative(value: NDArray[np.float32], reference: NDArray[np.float32]) -> float:

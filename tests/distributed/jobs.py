@@ -44,6 +44,7 @@ class Case:
     recompute: str = "none"
     precision: str = "fp32"
     offload: str = "none"
+    activations: str = "none"
     shared_memory: bool = True
     freeze: tuple[str, ...] = ()
     evaluate_first: bool = False
@@ -157,7 +158,7 @@ def make_plan(case: Case, global_batch_size: int) -> Plan:
         precision=case.precision,
         recompute=case.recompute,
         clip_grad_norm=case.clip,
-        offload=Offload("none" if below_stage_3 else case.offload, case.offload),
+        offload=Offload("none" if below_stage_3 else case.offload, case.offload, case.activations),
     )
 
 

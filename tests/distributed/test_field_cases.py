@@ -161,3 +161,16 @@ def test_recompute_gathers_no_more_of_a_model_at_once(pools: Pools, model: str) 
         for rank, alone in zip(ranks, none, strict=True):
             assert max(most for most, _ in rank) <= max(most for most, _ in alone)
             assert len({running for _, running in rank}) == 1, "a list that grows with each step"
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", ["llama", "tied llama"])
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "zero3"])
+def test_activations_on_the_disk_change_no_bit(run: Run, backend: str, model: str, recompute: str) -> None:
+    """Weights that are gathered anew for the backward pass are not among what is saved."""
+    case = Case(backend, model=model, steps=2, micro=2, dropout=0.3, recompute=recompute)
+    without, outcomes = run(case, 2)[0], run(replace(case, activations="disk"), 2)
+    assert_bit_equal(outcomes[0].after, without.after)
+    assert (outcomes[0].losses, outcomes[0].norms) == (without.losses, without.norms)
+    for outcome in outcomes:
+        assert outcome.held_after_steps == [outcome.local_elements] * 2

@@ -87,6 +87,23 @@ def test_what_the_recipe_says_stands(config: Path, predict: Predictor) -> None:
         assert not is_open(fixed, resolve(fixed, world_size=2))
 
 
+def test_what_is_to_be_recomputed_is_left_to_be_found(config: Path, predict: Predictor) -> None:
+    """Within the recipe's limit, which here only sharded blocks that are run again keep."""
+    asked = recipe(config, micro_batch=1, recompute="auto", memory_limit="64GiB")
+    roomy = chosen(asked, machine(64 * GIB), predict)
+    assert (roomy.backend, roomy.recompute_fits, roomy.memory_limit) == ("ddp", True, 64 * GIB)
+    needs = {
+        (c.plan.backend, c.plan.recompute): c.footprint.highest + c.footprint.libraries
+        for c in survey(asked, machine(64 * GIB), predict=predict).candidates
+        if c.plan.micro_batch == 1
+    }
+    limit = f"{needs['fsdp', 'none'] / 1024:.3f}KiB"
+    tight = chosen(recipe(config, micro_batch=1, recompute="auto", memory_limit=limit), machine(64 * GIB), predict)
+    assert (
+        min(needs[tight.backend, again] for again in ("none", "full")) <= needs["fsdp", "none"] < needs["ddp", "full"]
+    )
+
+
 def test_where_nothing_fits_it_misses_by_the_least(config: Path, predict: Predictor) -> None:
     plan = chosen(recipe(config), machine(200 << 20), predict)
     assert plan.micro_batch == 1

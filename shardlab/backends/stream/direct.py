@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import tempfile
+import uuid
 from pathlib import Path
 
 import torch
@@ -88,6 +89,25 @@ class DirectFile:
         os.close(self._descriptor)
 
 
+class UnnamedFile(DirectFile):
+    """A file that grows, and that no directory names: it goes with the process, however that ends."""
+
+    def __init__(self, directory: Path):
+        """Raises UserError where it can't be made."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{directory} can't be made: {error.strerror}") from error
+        super().__init__(directory / f"activations-{uuid.uuid4().hex}", 0, create=True)
+        self.path.unlink()
+
+    def grow(self, size: int) -> None:
+        """Take space for `size` bytes in all. Raises UserError where the disk is full."""
+        if size > self.size:
+            _allocate(self._descriptor, self.path, size, self.size)
+            self.size = size
+
+
 def unnamed(directory: Path, elements: int, dtype: torch.dtype) -> Tensor:
     """A tensor (elements,) of zeros whose memory is a file in `directory` that goes with it: the kernel may write it
     out at any time, so it takes no memory that is short. Raises UserError where the disk is full.
@@ -125,14 +145,16 @@ def _open(path: Path, *, create: bool) -> tuple[int, bool]:
         raise UserError(f"{path} can't be written: {error.strerror}") from error
 
 
-def _allocate(descriptor: int, path: Path, size: int) -> None:
+def _allocate(descriptor: int, path: Path, size: int, start: int = 0) -> None:
     """Space now, not in the middle of a step. It reads as zeros."""
     try:
-        if size:
-            os.posix_fallocate(descriptor, 0, size)
+        if size > start:
+            os.posix_fallocate(descriptor, start, size - start)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"disk full: {path} needs {size / 2**30:.2f} GiB more on {path.parent}") from error
+            raise UserError(
+                f"disk full: {path} needs {(size - start) / 2**30:.2f} GiB more on {path.parent}"
+            ) from error
         raise
 
 

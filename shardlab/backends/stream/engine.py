@@ -14,16 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardlab.backends.activations import DiskShelves
 from shardlab.backends.base import Applied, Job, count_targets, move, scale_for_clipping
 from shardlab.backends.materialize import move_buffers
 from shardlab.backends.optimizer import build_optimizer, set_learning_rate
 from shardlab.backends.stream.binding import Binding
 from shardlab.backends.stream.boundaries import Boundaries
 from shardlab.backends.stream.encoding import Format
+from shardlab.backends.stream.footprint import recomputed
 from shardlab.backends.stream.layout import lay_out
 from shardlab.backends.stream.passes import Machinery, Pass
 from shardlab.backends.stream.pipeline import Pipeline, Traffic
 from shardlab.backends.stream.record import Pending
+from shardlab.backends.stream.spill import Spill
 from shardlab.backends.stream.state import StoredState
 from shardlab.backends.stream.store import Store
 from shardlab.backends.stream.update import Update
@@ -65,8 +68,16 @@ class StreamBackend:
         else:
             self._state.initialise(lambda name: binding.take_initial(name, weights))
             self._begin()
-        self._boundaries = Boundaries(directory / "activations", len(layout.blocks), job.plan.stream.activation_bytes)
-        self._on = Machinery(module, layout, self._pipeline, binding, self._boundaries, self._device, dtype)
+        self._spill, again = None, recomputed(job.plan, len(layout.blocks))
+        if again < len(layout.blocks):
+            offload = job.plan.offload
+            where = directory if offload.directory is None else Path(offload.directory)
+            shelves = DiskShelves(where, self._device, offload.disk_limit)
+            self._spill = Spill(module, again, shelves, torch.zeros(1, dtype=dtype, device=self._device))
+        self._boundaries = Boundaries(directory / "activations", again, job.plan.stream.activation_bytes)
+        self._on = Machinery(
+            module, layout, self._pipeline, binding, self._boundaries, self._device, dtype, self._spill
+        )
         # Tensors whose gradient was not zero in the first window that was applied.
         self._moved: set[str] | None = set() if job.resume else None
 
@@ -162,6 +173,8 @@ class StreamBackend:
         """See `Backend.close`. The files go."""
         self._pipeline.close()
         self._boundaries.close()
+        if self._spill is not None:
+            self._spill.close()
         self._store.close(remove=True)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlab.backends.placement import BF16, FP32, INT64, Setting, moment, span_name
+from shardlab.backends.placement import BF16, FP32, INT64, Setting, away_bytes, moment, span_name
 from shardlab.backends.stream.boundaries import STAGED, spilled
 from shardlab.backends.stream.direct import SECTOR
 from shardlab.backends.stream.encoding import CHUNK, Format
@@ -19,7 +19,7 @@ from shardlab.backends.stream.pipeline import GRADIENTS, PIECE, SLOTS, WORKERS
 from shardlab.backends.stream.store import disk_bytes
 from shardlab.errors import UserError
 from shardlab.model.head import CHUNK_TOKENS
-from shardlab.plan import Bytes, Disk, Kind, ModelShape, Moment, Span
+from shardlab.plan import Bytes, Disk, Kind, ModelShape, Moment, Plan, Span
 
 _SCORES = 4  # tensors of the head's scores at once: logits, what is made of them, a log-sum-exp's own, a gradient
 
@@ -54,18 +54,28 @@ class Moved:
 def disk(setting: Setting) -> Disk:
     """Bytes that the files take, and those that a window moves."""
     layout, window, found = lay_out(_streamed(setting.model)), Window(setting), moved(setting)
-    blocks = setting.model.blocks
+    blocks = recomputed(setting.plan, setting.model.blocks)
     away = spilled(blocks, window.hidden, setting.plan.stream.activation_bytes)
     inputs = blocks * -(-window.hidden // SECTOR) * SECTOR if away else 0
     read, written = (a + b for a, b in zip(found.forward, found.backward, strict=True))
-    return Disk(disk_bytes(_format(setting), layout) + inputs, read, written)
+    own = away_bytes(setting) * setting.plan.accumulation
+    return Disk(disk_bytes(_format(setting), layout) + inputs + own, read, written)
+
+
+def recomputed(plan: Plan, blocks: int) -> int:
+    """How many of the first blocks are run again; what the others save goes to the disk."""
+    if plan.offload.activations != "disk" or plan.recompute_blocks is None:
+        return blocks
+    return min(blocks, plan.recompute_blocks)
 
 
 def moved(setting: Setting) -> Moved:
     """What goes to and from the disk, by pass. The update is in the forward pass."""
     layout, window = lay_out(_streamed(setting.model)), Window(setting)
     form, size = _format(setting), window.hidden
-    away = spilled(setting.model.blocks, size, setting.plan.stream.activation_bytes) * -(-size // SECTOR) * SECTOR
+    blocks = recomputed(setting.plan, setting.model.blocks)
+    away = spilled(blocks, size, setting.plan.stream.activation_bytes) * -(-size // SECTOR) * SECTOR
+    away += away_bytes(setting) * setting.plan.accumulation
     first = Counter([*layout.table, layout.root, *layout.blocks, layout.tail, *layout.head])
     again = Counter([*(layout.head if len(layout.head) > 1 else ()), *layout.blocks, layout.root])
     reads, writes = [0, away], [away, 0]
@@ -103,8 +113,9 @@ def _resident(setting: Setting, layout: Layout, window: Window) -> dict[Kind, in
     form = _format(setting)
     small = [layout.segments[layout.root], layout.segments[layout.tail]]  # held beside the slots at times
     budget = setting.plan.stream.activation_bytes
-    away = spilled(setting.model.blocks, window.hidden, budget)
-    kept = (setting.model.blocks - away) * window.hidden
+    blocks = recomputed(setting.plan, setting.model.blocks)
+    away = spilled(blocks, window.hidden, budget)
+    kept = (blocks - away) * window.hidden
     staged = STAGED * -(-window.hidden // SECTOR) * SECTOR if away else 0
     batches = 4 * window.tokens * INT64  # tokens, targets, positions, places of the tokens in the rows that are used
     return {

@@ -17,6 +17,7 @@ from shardlab.backends.stream.binding import Binding, gradients
 from shardlab.backends.stream.boundaries import Boundaries
 from shardlab.backends.stream.layout import Layout, Segment
 from shardlab.backends.stream.pipeline import Pipeline
+from shardlab.backends.stream.spill import Spill
 from shardlab.backends.stream.vocabulary import RowwiseLoss, UsedRows, embed
 from shardlab.errors import UserError
 from shardlab.model.segments import Capture
@@ -37,6 +38,7 @@ class Machinery:
     boundaries: Boundaries
     device: torch.device
     dtype: torch.dtype
+    spill: Spill | None = None
 
 
 @dataclass
@@ -73,7 +75,9 @@ class Pass:
         order += [layout.root] if self._embedding_trained() else []
         with closing(self.on.pipeline.visits(order)) as visits:  # type: ignore[type-var]
             with torch.no_grad():
-                hidden = self._forward(visits, keep=True)
+                hidden = self._forward(visits, keep=True, lowest=lowest)
+            if self.on.spill is not None:
+                self.on.spill.turn()
             gradient = self._head(visits, hidden, train=True)
             del hidden
             if gradient is not None:
@@ -81,6 +85,8 @@ class Pass:
                 if self._embedding_trained():
                     self._backward_embedding(visits, gradient)
         self.on.boundaries.clear()
+        if self.on.spill is not None:
+            self.on.spill.clear()
         self.on.pipeline.finish_gradients()
         return self.loss
 
@@ -94,11 +100,23 @@ class Pass:
         blocks = self.on.layout.blocks
         return next((n for n, index in enumerate(blocks) if self.on.layout.segments[index].trained), len(blocks))
 
+    def _further(self, number: int, lowest: int) -> bool:
+        """Whether block `number`'s input has a gradient."""
+        return number > lowest or self._embedding_trained()
+
     def _enter(self, number: int) -> None:
         self.on.module.random.micro_batch = self.numbers[number]
 
-    def _forward(self, visits: Visits, *, keep: bool) -> list[Tensor]:
-        """Each micro-batch's last hidden state; with `keep` the blocks' inputs stay in `boundaries`."""
+    def _spilled(self, number: int) -> bool:
+        """Whether block `number` is not run again."""
+        return self.on.spill is not None and number >= self.on.spill.first
+
+    def _forward(self, visits: Visits, *, keep: bool, lowest: int = 0) -> list[Tensor]:
+        """Each micro-batch's last hidden state.
+
+        With `keep` the blocks' inputs stay in `boundaries`, or what they save goes to the file where gradients come
+        by, which is from block `lowest` on.
+        """
         on = self.on
         table = on.module.table
         assert isinstance(table, nn.Embedding)
@@ -113,12 +131,17 @@ class Pass:
         del captures
         for number, block in enumerate(on.module.blocks):
             segment, weights = next(visits)
-            if keep:
+            spill = on.spill if keep and self._spilled(number) and number >= lowest else None
+            if keep and not self._spilled(number):
                 on.boundaries.put(number, hidden)
+            further = self._further(number, lowest)
             with on.binding.bound(segment, weights):
                 for i, capture in enumerate(self._captures):
                     self._enter(i)
-                    hidden[i] = capture.run_block(number, block, hidden[i])
+                    if spill is None:
+                        hidden[i] = capture.run_block(number, block, hidden[i])
+                    else:
+                        hidden[i] = spill.forward(number, block, capture, hidden[i], further=further)
         return hidden
 
     def _embed(
@@ -220,11 +243,16 @@ class Pass:
         on, blocks = self.on, self.on.module.blocks
         for number in reversed(range(lowest, len(blocks))):
             segment, weights = next(visits)
-            inputs = on.boundaries.take(number, ahead=number > lowest)
+            spilled = self._spilled(number)
+            inputs = [] if spilled else on.boundaries.take(number, ahead=number > lowest)
             flat = on.pipeline.gradient(segment) if segment.trained else None
-            further = number > lowest or self._embedding_trained()
+            further = self._further(number, lowest)
             with on.binding.bound(segment, weights, flat), torch.enable_grad():
-                for i, capture in enumerate(self._captures):
+                if spilled:
+                    assert on.spill is not None
+                    for i, found in enumerate(on.spill.backward(number, list(gradient))):
+                        gradient[i] = found if found is not None else gradient[i]
+                for i, capture in enumerate(self._captures if not spilled else ()):
                     self._enter(i)
                     value = inputs[i].detach().requires_grad_(further)
                     output = capture.run_block(number, blocks[number], value)

@@ -15,6 +15,26 @@ class OffloadSection(Section):
     """With zero3 and fsdp."""
     optimizer: Literal["none", "cpu"] = "none"
     """Master weights and moments, with zero1, zero2, zero3 and fsdp."""
+    activations: Literal["none", "cpu", "disk"] = "none"
+    """What blocks save for their backward pass; cpu: of an accelerator's. stream: disk, instead of recompute."""
+    directory: str | None = None
+    """Where activations lie on the disk, in a file without a name; null is the run's own directory."""
+    disk_limit: str | None = None
+    """What activations may take of the disk on each rank, such as 20GiB; null is what is free."""
+
+    @field_validator("disk_limit", mode="before")
+    @classmethod
+    def _size_without_a_unit(cls, limit: object) -> object:
+        if limit is not None:
+            size_bytes(limit)
+        return limit
+
+    @model_validator(mode="after")
+    def _what_only_the_disk_has(self) -> "OffloadSection":
+        for key in ("directory", "disk_limit"):
+            if self.activations != "disk" and getattr(self, key) is not None:
+                raise ValueError(f"{key} is for activations: disk, not {self.activations}; leave one of them out")
+        return self
 
 
 class ShardSection(Section):
@@ -33,10 +53,10 @@ class ShardSection(Section):
     shared_memory: bool = True
     """fsdp: CPU ranks of one host exchange through memory that they share; false, or where that fails: gloo."""
     offload: OffloadSection = OffloadSection()
-    recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass runs again. selective: all but attention and every other product; full: whole blocks."""
+    recompute: Literal["none", "selective", "full", "auto"] = "none"
+    """What runs again. selective: all but attention and every other product; full: whole blocks; auto: some, to fit."""
     memory_limit: str | None = None
-    """stream: what the process may take, such as 2GiB; null is the machine's memory, or its cgroup's limit."""
+    """stream, recompute auto: what a process may take, such as 2GiB; null is the machine's memory, or its cgroup's."""
     stream_directory: str | None = None
     """stream: where the state's files lie, in a directory for each run; null is the run's own directory."""
     timeout_seconds: PositiveFloat = 600.0
@@ -59,9 +79,13 @@ class ShardSection(Section):
 
     @model_validator(mode="after")
     def _what_only_stream_has(self) -> "ShardSection":
-        for key in ("memory_limit", "stream_directory"):
-            if self.backend != "stream" and getattr(self, key) is not None:
-                raise ValueError(f"{key} is for backend stream, not {self.backend}; leave one of them out")
+        if self.backend != "stream" and self.stream_directory is not None:
+            raise ValueError(f"stream_directory is for backend stream, not {self.backend}; leave one of them out")
+        if self.backend != "stream" and self.memory_limit is not None and self.recompute != "auto":
+            raise ValueError(
+                f"memory_limit is for backend stream or recompute auto, not {self.backend} and {self.recompute}; leave "
+                "one of them out"
+            )
         return self
 
 
@@ -84,6 +108,8 @@ OFFLOADING: dict[str, tuple[str, ...]] = {
 
 def offload_complaint(backend: str, offload: OffloadSection) -> str | None:
     """Why `backend` cannot carry `offload` out, or None."""
+    if offload.activations == "cpu" and backend == "stream":
+        return "offload.activations: stream keeps them in memory or on the disk; set it to disk, or to none"
     for what, able in OFFLOADING.items():
         if getattr(offload, what) != "none" and backend not in able:
             others = " or ".join([", ".join(able[:-1]), able[-1]])

@@ -19,7 +19,7 @@ from shardlab.backends.stream.store import disk_bytes
 from shardlab.data.window import IGNORED, MicroBatch, Window
 from shardlab.model.deferred import build_deferred
 from shardlab.model.trainable import make_trainable
-from shardlab.plan import Plan, Stream
+from shardlab.plan import Offload, Plan, Stream
 from shardlab.planner.resolve import kept_as
 from shardlab.recipe import SGD, AdamW
 from shardlab.topology import Topology
@@ -42,6 +42,7 @@ class Case:
     freeze: Callable[[str], bool] = lambda name: False
     rows_elements: int | None = None
     activation_bytes: int | None = None
+    recompute_blocks: int | None = None  # the others' own activations go to the disk
     adapt: Callable[[nn.Module], nn.Module] = lambda model: model
     config: Callable[[], Any] | None = None
     seed: int = 0  # of the initial values
@@ -93,6 +94,8 @@ def running(
     plan = Plan(backend, 1, 2, case.accumulation, 2 * case.accumulation, case.precision, clip_grad_norm=case.clip)
     small = kept_as(case.optimizer) if backend == "stream" else {}
     plan = replace(plan, stream=Stream(activation_bytes=case.activation_bytes, **small))
+    if case.recompute_blocks is not None and backend == "stream":
+        plan = replace(plan, recompute_blocks=case.recompute_blocks, offload=Offload(activations="disk"))
     job = Job(make_trainable(model, seed=7).train(), plan, case.optimizer, ALONE, directory, resume)
     engine = make_backend(plan)
     with mock.patch.object(stream_engine, "lay_out", partial(lay_out, rows_elements=case.rows_elements)):
