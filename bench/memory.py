@@ -54,9 +54,13 @@ CONTESTANTS = (
     Contestant("ZeRO-3, as users run it", "zero3", alike=False),
     Contestant("ZeRO-3, alike", "zero3"),
     Contestant("shardlab fsdp", "ours", shard={"backend": "fsdp", **AGAIN}),
-    Contestant("shardlab fsdp, activations on the disk", "ours", shard={"backend": "fsdp", **AGAIN, "offload": {"activations": "disk"}}),
+    Contestant(
+        "shardlab fsdp, activations on the disk",
+        "ours",
+        shard={"backend": "fsdp", **AGAIN, "offload": {"activations": "disk"}},
+    ),
     Contestant("shardlab zero3", "ours", shard={"backend": "zero3", **AGAIN}),
-)  # fmt: skip
+)
 
 
 def main() -> int:
@@ -212,7 +216,7 @@ def _fsdp_steps(one: Contestant, options: argparse.Namespace) -> Iterator[float]
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for unit in [*model.model.layers, model]:
         fully_shard(unit, mesh=init_device_mesh("cpu", (RANKS,)), mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **({"fused": True} if one.alike else {}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=one.alike or None)
     for step in range(STEPS):
         loss = _peer_loss(model, step, options)
         loss.backward()
@@ -232,7 +236,7 @@ def _zero_steps(one: Contestant, options: argparse.Namespace) -> Iterator[float]
     without_shm_comm()  # compiling it takes a minute, and only inference uses it
     deepspeed.init_distributed("gloo", verbose=False)
     model = _peer_model(one, options, torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **({"fused": True} if one.alike else {}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=one.alike or None)
     config = {
         "train_micro_batch_size_per_gpu": ROWS // RANKS,
         "gradient_clipping": 1.0,

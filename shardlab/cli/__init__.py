@@ -10,7 +10,7 @@ import typer
 
 from shardlab import __version__
 from shardlab.cli import checkpoints, data
-from shardlab.cli.compression import prune, quantize
+from shardlab.cli.compression import fit, prune, quantize
 from shardlab.cli.diagnosis import doctor
 from shardlab.cli.distillation import distill
 from shardlab.cli.models import evaluate, export, generate, merge
@@ -63,6 +63,7 @@ app.command()(merge)
 app.command()(distill)
 app.command()(prune)
 app.command()(quantize)
+app.command()(fit)
 app.command()(export)
 app.command()(doctor)
 app.add_typer(data.app, name="data")

@@ -1,12 +1,14 @@
-"""`prune` and `quantize`: what makes a trained model smaller."""
+"""`prune`, `quantize` and `fit`: what makes a trained model smaller."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shardlab.cli.options import Json, to_stderr
+from shardlab.cli.options import Json, Speed, Threads, speed_into_card, to_stderr
 from shardlab.errors import UserError
 
 DEFAULT_LENGTH = 256
@@ -54,6 +56,8 @@ def prune(
     held_out: HeldOut = 128,
     sequence_length: SequenceLength = None,
     seed: Annotated[int, typer.Option(help="Of the choice of calibration rows.")] = 0,
+    speed: Speed = False,
+    threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Take weights out of a model's linear layers, or whole parts out of the model, and say what that costs.
@@ -78,7 +82,7 @@ def prune(
     )
     rows, length = _rows(source, output, files, sequence_length, calibration, held_out, seed)
     card = run(source, output, config, rows, length, to_stderr)
-    typer.echo(json.dumps(card.figures) if as_json else _figures(card.figures, output))
+    _say(output, card.figures, speed_into_card(source, output, threads) if speed else {}, as_json)
 
 
 def quantize(
@@ -116,6 +120,8 @@ def quantize(
     held_out: HeldOut = 128,
     sequence_length: SequenceLength = None,
     seed: Annotated[int, typer.Option(help="Of the choice of calibration rows.")] = 0,
+    speed: Speed = False,
+    threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Round a model's linear layers to few bits, and say what that costs on held-out text.
@@ -145,7 +151,55 @@ def quantize(
     )
     rows, length = _rows(source, output, files, sequence_length, calibration, held_out, seed)
     card = run(source, output, config, rows, length, to_stderr)
-    typer.echo(json.dumps(card.figures) if as_json else _figures(card.figures, output))
+    _say(output, card.figures, speed_into_card(source, output, threads) if speed else {}, as_json)
+
+
+def fit(
+    source: Source,
+    output: Target,
+    max_bytes: Annotated[str | None, typer.Option(help="On disk, such as 60MB or 60MiB.")] = None,
+    max_ppl_increase: Annotated[str | None, typer.Option(help="On held-out text, such as 3%.")] = None,
+    min_decode_speedup: Annotated[float | None, typer.Option(help="Beside IN in transformers, such as 2.")] = None,
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", help="hf, gguf, onnx; may be given again. [default: all]")
+    ] = None,
+    work: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="What was made and measured is kept there. [default: OUT.fit]")
+    ] = None,
+    files: Files = None,
+    calibration: Calibration = 128,
+    held_out: HeldOut = 128,
+    sequence_length: SequenceLength = None,
+    seed: Annotated[int, typer.Option(help="Of the choice of calibration rows.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the timing. [default: as many as torch takes]")] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the smallest model that keeps a promise, by pruning and quantizing, or say what can't be kept, by how much.
+
+    Run again, it goes on where it was ended.
+
+    Example: `shardlab fit IN OUT --max-bytes 60MB --max-ppl-increase 3% --min-decode-speedup 2`
+    """
+    from dataclasses import asdict
+
+    from shardlab.export.fit import PACKS, FitConfig, why_refused
+    from shardlab.export.fit import fit as run
+    from shardlab.export.promise import front, parse_promise, table
+
+    promise = parse_promise(max_bytes, max_ppl_increase, min_decode_speedup)
+    data = _data(source, output, files, sequence_length)
+    config = FitConfig(promise, tuple(formats or PACKS), calibration=calibration, held_out=held_out, seed=seed)
+    config = replace(config, threads=threads)
+    found = run(source, output, work or output.with_name(f"{output.name}.fit"), config, data, to_stderr)
+    if as_json:
+        best = None if found.best is None else asdict(found.best)
+        typer.echo(json.dumps({"best": best, "front": [asdict(one) for one in front(found.tried)]}))
+    else:
+        typer.echo("\n".join(table(found.tried, promise)))
+    if found.best is None:
+        raise UserError(why_refused(found, promise))
+    if not as_json:
+        typer.echo(f"{found.best.line()}\nmodel: {output}")
 
 
 def _rows(
@@ -158,14 +212,20 @@ def _rows(
     seed: int,
 ) -> tuple[Any, int]:
     """(rows, tokens of one); before they are read, that there is a model to start from and room for the result."""
-    from shardlab.compress.stage import read_rows, refuse_existing, source_config
+    from shardlab.compress.stage import read_rows
+
+    data = _data(source, output, files, sequence_length)
+    return read_rows(data, calibration=calibration, held_out=held_out, seed=seed), data.sequence_length
+
+
+def _data(source: Path, output: Path, files: list[str] | None, sequence_length: int | None) -> Any:
+    from shardlab.compress.stage import refuse_existing, source_config
     from shardlab.recipe import DataSection
 
     refuse_existing(output)
     positions = source_config(source).get("max_position_embeddings", DEFAULT_LENGTH)
     length = sequence_length or min(DEFAULT_LENGTH, positions)
-    data = DataSection(files=tuple(files or ()), tokenizer=str(source.absolute()), sequence_length=length)
-    return read_rows(data, calibration=calibration, held_out=held_out, seed=seed), length
+    return DataSection(files=tuple(files or ()), tokenizer=str(source.absolute()), sequence_length=length)
 
 
 def read_rows_for(data: Any, calibration: int, held_out: int, length: int) -> tuple[Any, int]:
@@ -175,7 +235,12 @@ def read_rows_for(data: Any, calibration: int, held_out: int, length: int) -> tu
     return read_rows(data, calibration=calibration, held_out=held_out), length
 
 
-def _figures(figures: Any, output: Path) -> str:
+def _say(output: Path, figures: Mapping[str, Any], speed: Mapping[str, Any], as_json: bool) -> None:
     from shardlab.compress.summary import bits_lines, quality_lines, size_line
+    from shardlab.export.speed import speed_lines
 
-    return "\n".join([*quality_lines(figures), *bits_lines(figures), size_line(figures), f"model: {output}"])
+    if as_json:
+        typer.echo(json.dumps({**figures, **speed}))
+        return
+    lines = [*quality_lines(figures), *bits_lines(figures), size_line(figures), *(speed_lines(speed) if speed else [])]
+    typer.echo("\n".join([*lines, f"model: {output}"]))

@@ -2,15 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from shardlab.cli.options import Json
+from shardlab.cli.options import Json, Speed, Threads, speed_into_card
 
 
 def evaluate(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face model directory.")],
+    artifact: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A model directory, an ONNX directory, or a GGUF file.")
+    ],
     files: Annotated[
         list[str] | None, typer.Option(help="Held-out text files or globs. [default: the standard library's split]")
     ] = None,
@@ -18,63 +20,83 @@ def evaluate(
     packing: Annotated[bool, typer.Option(help="Several documents in a row, or one, cut at its end.")] = True,
     original: Annotated[
         Path | None,
-        typer.Option("--compare", metavar="DIR", help="The model that it was made from: what is lost."),
+        typer.Option("--compare", metavar="MODEL", help="The model that it was made from: what is lost."),
     ] = None,
+    speed: Annotated[bool, typer.Option("--speed", help="Speed and memory too; each in a process of its own.")] = False,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="With --speed: tokens of the prompt.")] = 256,
+    new_tokens: Annotated[int, typer.Option(min=1, help="With --speed: tokens that are made after it.")] = 64,
+    threads: Threads = None,
     as_json: Json = False,
 ) -> None:
-    """Loss and perplexity of a model on held-out text.
+    """Loss and perplexity of a model on held-out text, in its own runtime; what it has lost; how fast it is.
 
-    Examples: `shardlab eval runs/demo/model --files 'notes/*.txt'`, `shardlab eval small --compare runs/demo/model`
+    Examples: `shardlab eval runs/demo/model --files 'notes/*.txt'`, `shardlab eval small --compare runs/demo/model`,
+    `shardlab eval model.gguf --compare runs/demo/model --speed`
     """
+    from shardlab.compress.stage import quality_figures
+    from shardlab.compress.summary import quality_lines
+    from shardlab.export.artifact import compare_artifacts, evaluate_artifact
+    from shardlab.export.speed import SpeedConfig, measure_speed, speed_figures, speed_lines
     from shardlab.recipe import DataSection
-    from shardlab.train.evaluate import evaluate_directory
 
     given = tuple(files or ())
-    data = DataSection(
-        files=given,
-        evaluation_files=given,
-        tokenizer=str(directory.absolute()),
-        sequence_length=sequence_length,
-        packing=packing,
-    )
+    data = DataSection(files=given, evaluation_files=given, sequence_length=sequence_length, packing=packing)
+    figures: dict[str, Any]
     if original is not None:
-        from shardlab.compress.compare import compare
-        from shardlab.compress.stage import quality_figures
-        from shardlab.compress.summary import quality_lines
-
-        figures = quality_figures(compare(original, directory, data))
-        typer.echo(json.dumps(figures) if as_json else "\n".join(quality_lines(figures)))
-        return
-    result = evaluate_directory(directory, data)
-    text = "loss {loss:.4f}  perplexity {perplexity:.2f}  over {tokens:,} tokens".format(**result)
-    typer.echo(json.dumps(result) if as_json else text)
+        figures = quality_figures(compare_artifacts(original, artifact, data))
+        lines = quality_lines(figures)
+    else:
+        figures = evaluate_artifact(artifact, data)
+        lines = ["loss {loss:.4f}  perplexity {perplexity:.2f}  over {tokens:,} tokens".format(**figures)]
+    if speed:
+        config = SpeedConfig(prompt_tokens=prompt_tokens, new_tokens=new_tokens, threads=threads)
+        now = measure_speed(artifact, config)
+        if original is None:
+            figures["speed"] = vars(now)
+            lines.append(now.line())
+        else:
+            figures |= speed_figures(measure_speed(original, config), now)
+            lines += speed_lines(figures)
+    typer.echo(json.dumps(figures) if as_json else "\n".join(lines))
 
 
 def export(
     directory: Annotated[Path, typer.Argument(metavar="IN", help="A Hugging Face model directory.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="What to write, such as model.gguf.")],
-    to: Annotated[str, typer.Option("--to", help="gguf, or hf: a model directory.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="What to write: model.gguf, or a directory.")],
+    to: Annotated[str, typer.Option("--to", help="gguf; onnx or hf: a directory.")],
     dtype: Annotated[
         str | None,
-        typer.Option(help="gguf: f32, f16, bf16, q8_0, q4_0, q4_1. hf: bf16, fp16, fp32. [default: f16; bf16]"),
+        typer.Option(
+            help="gguf: f32, f16, bf16, q8_0, q4_0, q4_1. onnx: fp32, int8, int8g32, int4, int4g64. "
+            "hf: bf16, fp16, fp32. [default: f16; fp32; bf16]"
+        ),
     ] = None,
+    speed: Speed = False,
+    threads: Threads = None,
 ) -> None:
     """Write a model for another runtime, checked before it has its name.
 
     Examples: `shardlab export runs/demo/model model.gguf --to gguf --dtype q8_0`,
-    `shardlab export runs/demo/model in-bf16 --to hf --dtype bf16`
+    `shardlab export runs/demo/model for-onnxruntime --to onnx --dtype int8`
     """
     from shardlab.errors import UserError
     from shardlab.export.gguf import export_gguf
     from shardlab.export.gguf_file import parse_dtype
     from shardlab.export.hf import export_hf
+    from shardlab.export.onnx import export_onnx
+    from shardlab.export.onnx_weights import parse_onnx_dtype
+    from shardlab.export.speed import speed_lines
 
     if to == "gguf":
         typer.echo(export_gguf(directory, output, parse_dtype(dtype or "f16")).text())
+    elif to == "onnx":
+        typer.echo(export_onnx(directory, output, parse_onnx_dtype(dtype or "fp32")).text())
     elif to == "hf":
         typer.echo(export_hf(directory, output, dtype or "bf16").text())
     else:
-        raise UserError(f"--to {to}: choose gguf or hf")
+        raise UserError(f"--to {to}: choose gguf, onnx or hf")
+    if speed:
+        typer.echo("\n".join(speed_lines(speed_into_card(directory, output, threads))))
 
 
 def generate(

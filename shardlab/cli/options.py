@@ -1,7 +1,7 @@
 """Arguments and options that several commands have, and what they say on stderr."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +15,24 @@ Output = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout; the rest goes to stderr.")]
 
+Speed = Annotated[
+    bool, typer.Option("--speed", help="Measure speed and memory before and after, in processes of their own.")
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="With --speed. [default: as many as torch takes]")]
+
 
 def to_stderr(text: str) -> None:
     """Where --json has stdout to itself."""
     typer.echo(text, err=True)
+
+
+def speed_into_card(source: Path, output: Path, threads: int | None) -> dict[str, Any]:
+    """How fast both run here: kept in `output`'s card, if it is a directory; the figures."""
+    from shardlab.compress.card import add_figures
+    from shardlab.export.speed import SpeedConfig, measure_speed, speed_figures
+
+    config = SpeedConfig(threads=threads)
+    figures = speed_figures(measure_speed(source, config), measure_speed(output, config))
+    if output.is_dir():
+        add_figures(output, figures)
+    return figures

@@ -36,6 +36,15 @@ class Card:
         (directory / FILE).write_text(text + "\n", encoding="utf-8")
 
 
+def add_figures(directory: Path, figures: Mapping[str, Any]) -> None:
+    """To those of the card in `directory`."""
+    card = read_card(directory)
+    if card is None:
+        raise UserError(f"{directory} has no {FILE}")
+    card["figures"] |= figures
+    (directory / FILE).write_text(json.dumps(card, indent=1) + "\n", encoding="utf-8")
+
+
 def read_card(directory: Path) -> dict[str, Any] | None:
     """The card in `directory`, or None. Raises UserError for one that is damaged or of a later version."""
     path = directory / FILE

@@ -103,7 +103,7 @@ def distill(
     if summary is None or summary["model"] is None:
         return None
     teacher, model = Path(section.teacher), output / "model"
-    quality = compare(teacher, model, recipe.data, limit=held_out)
+    quality = compare(teacher, model, recipe.data, rows=held_out)
     start = Path(recipe.model.path) if recipe.model.path is not None else None
     cut = start is not None and (start / FILE).is_file()
     card = Card(

@@ -54,8 +54,8 @@ def read_rows(data: DataSection, *, calibration: int, held_out: int, seed: int =
     return Rows([train.batch(part) for part in parts], [batch.tensors for batch in judged])
 
 
-def source_config(directory: Path) -> dict[str, Any]:
-    """config.json of a model that is not quantized yet. Raises UserError for any other directory."""
+def source_config(directory: Path, *, quantized: bool = False) -> dict[str, Any]:
+    """config.json of a model that is not quantized yet, unless it may be. Raises UserError for any other directory."""
     if (directory / "adapter_config.json").is_file():
         raise UserError(f"{directory} holds adapters only; `shardlab merge {directory} OUT` makes a model of them")
     path = directory / "config.json"
@@ -67,7 +67,7 @@ def source_config(directory: Path) -> dict[str, Any]:
         raise UserError(f"{path} is damaged: {error}") from error
     if not isinstance(config, dict):
         raise UserError(f"{path} is damaged: it is not an object")
-    if "quantization_config" in config:
+    if "quantization_config" in config and not quantized:
         raise UserError(f"{directory} is quantized already: start from the directory that it was made from")
     return config
 

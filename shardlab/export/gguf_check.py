@@ -144,12 +144,12 @@ def _compare(runtime: LlamaCpp, reference: Any, source: Source, positions: int) 
         got = runtime.logits(tokens.tolist())
         difference = got - wanted
         largest = max(largest, float(np.abs(difference).max()))
-        squares += [_spread(difference), _spread(wanted)]
+        squares += [spread(difference), spread(wanted)]
         same.extend(got.argmax(-1) == wanted.argmax(-1))
     return Agreement(float(np.sqrt(squares[0] / squares[1])), largest, float(np.mean(same)))
 
 
-def _spread(logits: NDArray[np.float32]) -> float:
+def spread(logits: NDArray[np.float32]) -> float:
     """Sum of squares; what is added to all logits of a position alike changes nothing."""
     centred = logits.astype(np.float64) - logits.mean(-1, keepdims=True)
     return float(np.square(centred).sum())

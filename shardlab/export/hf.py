@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from shardlab.compress.card import weight_bytes
+from shardlab.compress.card import Card, lineage_of, weight_bytes
 from shardlab.compress.stage import DTYPES, SHARD_BYTES, output_directory, source_config, write_config
 from shardlab.errors import UserError
 from shardlab.model.checkpoint import weight_files
@@ -41,6 +41,8 @@ def export_hf(directory: Path, output: Path, dtype: str) -> HfExport:
         write_tensors(partial, _converted(directory, DTYPES[dtype]), SHARD_BYTES)
         write_config(partial, config, DTYPES[dtype])
         after = weight_bytes(partial)
+        figures = {"weight_bytes": {"before": weight_bytes(directory), "after": after}}
+        Card("export", {"to": "hf", "dtype": dtype}, directory.name, figures, {}, lineage_of(directory)).write(partial)
     return HfExport(output, weight_bytes(directory), after)
 
 

@@ -12,8 +12,8 @@ def mixed(again: Timeline, other: Timeline, count: int) -> Timeline:
     """
     if not any(span.segment == count + 1 for span in again):
         return again
-    # What the first blocks leave behind, less than in `other`: while the blocks' forward pass goes on, and from the head
-    # on, when the arguments that they will run again with are theirs alone.
+    # What the first blocks leave behind, less than in `other`: while the blocks' forward pass goes on, and from the
+    # head on, when the arguments that they will run again with are theirs alone.
     last = max(span.segment for span in again)
     blocks = _difference(_span(again, "forward", count + 1).entry, _span(other, "forward", count + 1).entry)
     later = _difference(_span(again, "backward", count + 1).exit, _span(other, "backward", count + 1).exit)

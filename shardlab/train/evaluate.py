@@ -19,10 +19,13 @@ from shardlab.recipe import DataSection, ModelSection
 from shardlab.topology import Topology
 
 
-def evaluate_directory(directory: Path, data: DataSection, *, micro_batch: int = 8) -> dict[str, Any]:
+def evaluate_directory(
+    directory: Path, data: DataSection, *, micro_batch: int = 8, rows: int | None = None
+) -> dict[str, Any]:
     """Mean loss per token of the model in `directory` on `data`'s evaluation split, and its perplexity.
 
-    The text is split as in training with the same `data`. Raises UserError if nothing is held out.
+    The text is split as in training with the same `data`; `rows` takes the first ones only. Raises UserError if nothing
+    is held out.
     """
     if (directory / "adapter_config.json").is_file():
         raise UserError(f"{directory} holds adapters only; `shardlab merge {directory} OUT` makes a model of them")
@@ -30,9 +33,9 @@ def evaluate_directory(directory: Path, data: DataSection, *, micro_batch: int =
     prepared = prepare_data(data)
     if prepared.evaluation is None:
         raise UserError("nothing is held out: set data.evaluation_fraction above 0 or give data.evaluation_files")
-    batches = evaluation_batches(prepared.evaluation, micro_batch=micro_batch, rank=0, world_size=1)
+    batches = evaluation_batches(prepared.evaluation, micro_batch=micro_batch, rank=0, world_size=1, limit=rows)
     if _is_quantized(directory):
-        return _figures(*_by_transformers(directory, batches, torch.device(topology.device)))
+        return figures(*_by_transformers(directory, batches, torch.device(topology.device)))
     model, weights = build_model(
         ModelSection(path=str(directory)),
         vocabulary=len(prepared.tokenizer),
@@ -46,10 +49,11 @@ def evaluate_directory(directory: Path, data: DataSection, *, micro_batch: int =
     device = torch.device(topology.device)
     Materializer(module, weights, device).materialize(module)
     move_buffers(module, device)
-    return _figures(*sum_losses(module, module, batches, topology))
+    return figures(*sum_losses(module, module, batches, topology))
 
 
-def _figures(loss_sum: float, tokens: int) -> dict[str, Any]:
+def figures(loss_sum: float, tokens: int) -> dict[str, Any]:
+    """What an evaluation says: mean loss in nats for a token, perplexity, tokens."""
     loss = loss_sum / tokens
     return {"loss": loss, "perplexity": math.exp(loss), "tokens": tokens}
 

@@ -162,3 +162,33 @@ def test_the_distillation_s_loss_is_the_same_in_chunks() -> None:
     ours, whole = report("distill.py", "--loss-memory", "--turns", "1", "--tokens", "512")["rows"]
     assert ours["loss"] == pytest.approx(whole["loss"], rel=1e-5)
     assert ours["extra peak MiB"] < whole["extra peak MiB"]
+
+
+@pytest.mark.slow
+def test_compress(tmp_path: Path) -> None:
+    from tests.export.models import bpe_tokenizer, save_model
+
+    save_model(tmp_path / "model", "llama", bpe_tokenizer(280), 320, max_position_embeddings=256)
+    small = ("--model", str(tmp_path / "model"), "--rows", "2", "--calibration", "4", "--ways", "int4g32")
+    small += ("--directory", str(tmp_path / "made"))
+    result = report("compress.py", *small)
+    assert [row["cell"] for row in result["rows"]] == ["int4g32 rtn", "int4g32 gptq"]
+    assert all(row["KL"] > 0 for row in result["rows"])
+    assert "gzip -9" in result["notes"][0]
+    assert "effective rank" in result["notes"][1]
+    quick = report("compress.py", *small, "--only", "speed")
+    assert [row["cell"] for row in quick["rows"]] == ["as it was", "int4g32 rtn", "int4g32 gptq"]
+
+
+def test_the_effective_rank_of_equal_and_of_lone_directions() -> None:
+    import torch
+
+    sys.path.insert(0, str(ROOT / "bench"))
+    try:
+        from compress_text import effective_rank
+    finally:
+        sys.path.pop(0)
+    assert effective_rank(torch.eye(8)) == pytest.approx(8)
+    lone = torch.zeros(8, 8)
+    lone[2, 2] = 3.0
+    assert effective_rank(lone) == pytest.approx(1)

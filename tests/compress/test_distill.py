@@ -30,7 +30,7 @@ def test_half_of_the_teacher_s_blocks_learn_from_the_whole(model: Path, text: Pa
     assert json.loads(ended.out.splitlines()[-1]) == card["figures"]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model").config.num_hidden_layers == 1
     data = DataSection(files=(str(text),), tokenizer=str(model), sequence_length=32, evaluation_fraction=0.2)
-    found, cut = (compare(model, tmp_path / directory, data, limit=128) for directory in ("out/model", "out-student"))
+    found, cut = (compare(model, tmp_path / directory, data, rows=128) for directory in ("out/model", "out-student"))
     assert card["figures"]["kl_divergence"] == pytest.approx(found.divergence, rel=1e-6)
     assert found.divergence < cut.divergence, "six steps bring it nearer to the teacher than the cut had left it"
 
