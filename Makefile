@@ -19,7 +19,7 @@ demo: $(READY)
 	$(BIN)/shardlab compare recipes/demo.yaml --nproc 2 --output $(DEMO)/compare
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 check: $(READY)
 	$(BIN)/python -m pytest -m "not slow" --ignore=tests/distributed
