@@ -228,11 +228,11 @@ def _data(source: Path, output: Path, files: list[str] | None, sequence_length: 
     return DataSection(files=tuple(files or ()), tokenizer=str(source.absolute()), sequence_length=length)
 
 
-def read_rows_for(data: Any, calibration: int, held_out: int, length: int) -> tuple[Any, int]:
+def read_rows_for(data: Any, calibration: int, held_out: int) -> tuple[Any, int]:
     """(rows of a recipe's data, tokens of one)."""
     from shardlab.compress.stage import read_rows
 
-    return read_rows(data, calibration=calibration, held_out=held_out), length
+    return read_rows(data, calibration=calibration, held_out=held_out), data.sequence_length
 
 
 def _say(output: Path, figures: Mapping[str, Any], speed: Mapping[str, Any], as_json: bool) -> None:

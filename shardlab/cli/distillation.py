@@ -49,7 +49,7 @@ def distill(
     from shardlab.compress.distill import distill as run_here
     from shardlab.errors import UserError
     from shardlab.recipe import load_recipe
-    from shardlab.train.start import start, under_launcher
+    from shardlab.train.start import is_taken, start, taken_message, under_launcher
 
     cut = Cut(layers, channels, groups)
     if student is not None and cut.steps():
@@ -60,14 +60,16 @@ def distill(
     changes = {key: value for key, value in given.items() if value is not None}
     loaded = load_recipe(recipe, overrides or ())
     say = to_stderr if as_json else typer.echo
+    made = distill_recipe(loaded, teacher, student, changes)  # what is wrong with it is said before anything is cut
+    if is_taken(output, resume):
+        raise UserError(taken_message(output, resume))
     if cut.steps():
         if under_launcher():
             raise UserError("under a launcher cut the student first (`shardlab prune --method layers`): give --student")
         student = str(student_name(output))
-        length = loaded.data.sequence_length
-        data = loaded.data.model_copy(update={"tokenizer": str(teacher)})
-        cut_student(teacher, Path(student), cut, lambda: read_rows_for(data, calibration, held_out, length), say)
-    made = distill_recipe(loaded, teacher, student, changes)
+        data = made.data
+        cut_student(teacher, Path(student), cut, lambda: read_rows_for(data, calibration, held_out), say)
+        made = distill_recipe(loaded, teacher, student, changes)
 
     def run() -> None:
         card = run_here(made, output, held_out=held_out, world_size=nproc, resume=resume, say=say)

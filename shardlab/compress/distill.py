@@ -67,12 +67,14 @@ def distill_recipe(recipe: Recipe, teacher: Path, student: str | None, changes: 
     """`recipe` with the teacher in it, its tokenizer, and the student as the model, unless that is None.
 
     `student` is a model directory or a config's JSON. `changes` are keys of the section `distill`. Raises UserError
-    for what doesn't go together.
+    for what doesn't go together. Rows that nobody gave a length are no longer than the teacher has positions.
     """
-    source_config(teacher)
+    positions = source_config(teacher).get("max_position_embeddings")
     raw = recipe.model_dump(mode="json")
     raw["distill"] = {**(raw["distill"] or {}), **changes, "teacher": str(teacher.absolute())}
     raw["data"]["tokenizer"] = str(teacher.absolute())
+    if positions is not None and "sequence_length" not in recipe.data.model_fields_set:
+        raw["data"]["sequence_length"] = min(positions, recipe.data.sequence_length)
     if student is not None:
         student = str(Path(student).absolute())
         kind = "path" if Path(student).is_dir() else "config"
