@@ -61,11 +61,11 @@ def distill(
     loaded = load_recipe(recipe, overrides or ())
     say = to_stderr if as_json else typer.echo
     made = distill_recipe(loaded, teacher, student, changes)  # what is wrong with it is said before anything is cut
-    if is_taken(output, resume):
-        raise UserError(taken_message(output, resume))
     if cut.steps():
         if under_launcher():
             raise UserError("under a launcher cut the student first (`shardlab prune --method layers`): give --student")
+        if is_taken(output, resume):
+            raise UserError(taken_message(output, resume))
         student = str(student_name(output))
         data = made.data
         cut_student(teacher, Path(student), cut, lambda: read_rows_for(data, calibration, held_out), say)
