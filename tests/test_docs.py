@@ -158,6 +158,8 @@ def test_the_compress_pages_commands_work(tmp_path: Path) -> None:
             continue
         said = run(["bash", "-euo", "pipefail", "-c", f"{script.strip()} --held-out 8 --calibration 8"], tmp_path)
     assert "held-out tokens" in said
+    for recipe in blocks_of("compress.md", "yaml"):
+        _valid(recipe)
     assert (tmp_path / "mixed" / "shardlab_card.json").is_file()
 
 
