@@ -157,6 +157,9 @@ def test_the_compress_pages_commands_work(tmp_path: Path) -> None:
         if "shardlab fit" in script:  # tests/export/test_fit.py, on a text that is not the standard library
             continue
         small = script.replace(" --files", " --held-out 8 --calibration 8 --files")  # of each command
+        # The model here has two blocks and 64 positions.
+        small = small.replace("--layers 6 --set train.steps=2000", "--layers 1 --set train.steps=2")
+        small = small.replace("--set 'data.files", "--set data.sequence_length=32 --set 'data.files")
         said = run(["bash", "-euo", "pipefail", "-c", small], tmp_path)
     assert "held-out tokens" in said
     for recipe in blocks_of("compress.md", "yaml"):
