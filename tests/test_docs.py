@@ -156,10 +156,13 @@ def test_the_compress_pages_commands_work(tmp_path: Path) -> None:
     for script in blocks_of("compress.md", "bash"):
         if "shardlab fit" in script:  # tests/export/test_fit.py, on a text that is not the standard library
             continue
-        # Of a model of two blocks, and for a moment.
-        script = script.replace("--layers 6", "--layers 1").replace("train.steps=2000", "train.steps=2")
-        said = run(["bash", "-euo", "pipefail", "-c", f"{script.strip()} --held-out 8 --calibration 8"], tmp_path)
+        small = script.replace(" --files", " --held-out 8 --calibration 8 --files")  # of each command
+        # The model here has two blocks and 64 positions.
+        small = small.replace("--layers 6 --set train.steps=2000", "--layers 1 --set train.steps=2")
+        said = run(["bash", "-euo", "pipefail", "-c", small], tmp_path)
     assert "held-out tokens" in said
+    for recipe in blocks_of("compress.md", "yaml"):
+        _valid(recipe)
     assert (tmp_path / "mixed" / "shardlab_card.json").is_file()
     assert (tmp_path / "half" / "model" / "shardlab_card.json").is_file()
 

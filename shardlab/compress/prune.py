@@ -72,6 +72,7 @@ def prune(source: Path, output: Path, config: PruneConfig, rows: Rows, sequence_
         stage = FewerExperts(walk, kept, model_config, config.by, dtype, say)
     else:
         stage = _Masked(walk, parse_amount(config.sparsity, config.pattern), config, model_config, dtype, say)
+    stage.masks = Masks.read(source)
     with output_directory(source, output) as partial:
         write_tensors(partial, walk.run(stage.change), SHARD_BYTES)
         stage.finish(partial)
@@ -109,6 +110,7 @@ class _Masked:
         self._method = config.method
         self._dtype = dtype
         self._say, self._blocks = say, walk.blocks
+        self.masks = Masks()  # of a stage before: those weights go too
         self._masks: dict[str, Tensor] = {}
         self._zeros = self._weights = self._done = 0
         self.layers = _chosen(walk, config.ignore, amount.name)
@@ -136,10 +138,14 @@ class _Masked:
             layer = name.removesuffix(".weight")
             if layer in mine:
                 stays, weight = self._pruned(parameter.detach(), moments.get(layer))
+                if name in self.masks:
+                    stays &= self.masks.stays(name, tuple(stays.shape))
                 parameter.copy_(weight.mul_(stays))
                 self._masks[name] = packed(stays)
                 self._zeros += int((~stays).sum())
                 self._weights += stays.numel()
+            elif name in self.masks:
+                self._masks[name] = self.masks.packed[name]
             yield converted(name, parameter, self._dtype)
         if segment.name:
             self._done += 1

@@ -5,11 +5,13 @@ SparseGPT's share of the loss that the other weights can't make up for (arXiv 23
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardlab.compress.second_order import compensated
 from shardlab.errors import UserError
@@ -71,6 +73,29 @@ def by_sparsegpt(weight: Tensor, amount: Amount, moment: Tensor) -> tuple[Tensor
         return column
 
     return stays, compensated(weight, moment, change)
+
+
+def masks_by_magnitude(
+    module: nn.Module, sparsity: float, *, scope: Literal["layer", "global"] = "layer", ignore: Sequence[str] = ()
+) -> dict[str, Tensor]:
+    """Which weights of any module's linear layers and convolutions stay, by name: what `Engine.prepare` takes.
+
+    A share `sparsity` goes of each layer, or (`scope` global) of all together. `ignore`: patterns of layers' names.
+    Nothing is changed here. Raises UserError where no layer is left.
+    """
+    weights = {
+        f"{name}.weight" if name else "weight": layer.weight.detach()
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        if not any(fnmatchcase(name, pattern) for pattern in ignore)
+    }
+    if not weights:
+        raise UserError("no linear layer and no convolution is left to prune")
+    amount = parse_amount(sparsity, None)
+    if scope == "global":
+        cutoff = Cutoff.find(weights.values, sparsity)
+        return {name: cutoff.stays(weight) for name, weight in weights.items()}
+    return {n: by_magnitude(weight.flatten(1), amount).reshape(weight.shape) for n, weight in weights.items()}
 
 
 class Cutoff:

@@ -17,11 +17,12 @@ from shardlab.compress.experts import config_of_experts, cut_experts, expert_sco
 from shardlab.compress.layers import block_scores, config_of_layers, largest, renumbered, shapes_of_layers
 from shardlab.compress.moments import Moments
 from shardlab.compress.stage import Say, converted
-from shardlab.compress.units import By, Units, channels, config_of_groups, cut, groups, unit_scores
+from shardlab.compress.units import By, Units, channels, config_of_groups, cut, elements, groups, unit_scores
 from shardlab.compress.walk import Segment, Walk
 from shardlab.errors import UserError
 from shardlab.model.build import build_shell
 from shardlab.recipe import ModelSection
+from shardlab.state.masks import MASKS, Masks, packed
 
 What = Literal["channels", "groups", "layers", "experts"]
 
@@ -29,13 +30,18 @@ CHANNELS_OF = 8  # their number stays a multiple of it, where it was: matrix pro
 
 
 class _Cutter:
-    """What all have in common. `config` is that of what is left."""
+    """What all have in common. `config` is that of what is left.
+
+    What `masks` say is zero stays zero: they are cut as the weights are, and written beside them.
+    """
 
     config: dict[str, Any]
     layers: dict[str, str]
+    masks = Masks()
 
     def __init__(self, walk: Walk, by: By, dtype: torch.dtype, say: Say):
         self._walk, self._by, self._dtype, self._say, self._done = walk, by, dtype, say, 0
+        self._left: dict[str, Tensor] = {}  # of the masks
 
     def change(self, segment: Segment) -> Iterator[tuple[str, Tensor]]:
         """See `walk.Change`."""
@@ -43,6 +49,7 @@ class _Cutter:
             with torch.no_grad():
                 for name, value in self._changed(segment).items():
                     _set(segment, name, value)
+                self._mask(segment)
             self._done += 1
             self._say(f"block {self._done}/{self._walk.blocks}")
         for name, parameter in segment.parameters.items():
@@ -53,11 +60,25 @@ class _Cutter:
     def _changed(self, segment: Segment) -> dict[str, Tensor]:
         raise NotImplementedError
 
+    def _mask(self, segment: Segment) -> None:
+        for name, parameter in segment.parameters.items():
+            written = self._written(name)
+            if name in self.masks and written is not None:
+                stays = self._cut(name, self.masks.stays(name, self._walk.shapes()[name]))
+                parameter.mul_(stays)  # what was made up for has filled it
+                self._left[written] = packed(stays)
+
     def _written(self, name: str) -> str | None:
         return name
 
-    def finish(self, _directory: Path) -> None:
-        """Nothing but the model is written."""
+    def _cut(self, _name: str, tensor: Tensor) -> Tensor:
+        """Of a tensor of the block that was just changed, in its first shape, what is left."""
+        return tensor
+
+    def finish(self, directory: Path) -> None:
+        """Write what is left of the masks."""
+        if self._left:
+            (directory / MASKS).write_bytes(Masks(self._left).dump())
 
     def figures(self) -> dict[str, Any]:
         """For the card."""
@@ -97,8 +118,14 @@ class Narrower(_Cutter):
                 segment.observe()
             moment = moments.get(units.behind)
         scores = unit_scores(units, segment.linears, self._by, moment)
-        keep = scores.topk(self._kept).indices.sort().values
+        keep = self._stay = scores.topk(self._kept).indices.sort().values
         return cut(units, segment.linears, keep, moment)
+
+    def _cut(self, name: str, tensor: Tensor) -> Tensor:
+        units, layer = self._units[self._done], name.rpartition(".")[0]
+        if layer == units.behind and tensor.dim() > 1:
+            return tensor[:, elements(self._stay, units.width)]
+        return tensor[elements(self._stay, units.before[layer])] if layer in units.before else tensor
 
     def figures(self) -> dict[str, Any]:
         """See `_Cutter`."""
@@ -162,8 +189,13 @@ class FewerExperts(_Cutter):
         experts = self._experts[self._done]
         if experts is None:
             return {}
-        keep = expert_scores(experts, segment, self._by).topk(self._kept).indices.sort().values
+        keep = self._stay = expert_scores(experts, segment, self._by).topk(self._kept).indices.sort().values
         return cut_experts(experts, segment, keep)
+
+    def _cut(self, name: str, tensor: Tensor) -> Tensor:
+        experts = self._experts[self._done]
+        gone = experts is not None and name in (*experts.tensors, *experts.router)
+        return tensor[self._stay] if gone else tensor
 
     def figures(self) -> dict[str, Any]:
         """See `_Cutter`."""

@@ -15,6 +15,7 @@ from shardlab.compress.prune import PruneConfig, prune
 from shardlab.compress.stage import Rows
 from shardlab.compress.units import averaged_heads
 from shardlab.errors import UserError
+from shardlab.state.masks import Masks
 from tests.compress.conftest import LENGTH
 from tests.compress.test_prune import run
 from tests.compress.test_quantize import perplexity
@@ -203,3 +204,24 @@ def test_heads_are_averaged_with_their_neighbours() -> None:
     assert averaged_heads(weight, 4, 2)[:, 0].tolist() == [1.0, 2.0, 5.0, 6.0]
     with pytest.raises(ValueError, match="4 heads"):
         averaged_heads(weight, 4, 3)
+
+
+@pytest.mark.parametrize("method", ["channels", "groups", "layers", "experts", "wanda"])
+def test_what_was_zeroed_before_stays_zero_and_its_masks_are_cut(
+    method: str, model: Path, mixture: Path, rows: Rows, tmp_path: Path
+) -> None:
+    """Making up for what goes fills weights that were zero: the masks take them away again."""
+    source = mixture if method == "experts" else model
+    run(source, tmp_path / "sparse", rows, method="magnitude", sparsity=0.5, ignore=("*.q_proj",))
+    run(tmp_path / "sparse", tmp_path / "out", rows, method=method, sparsity=0.5)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    first, masks = Masks.read(tmp_path / "sparse"), Masks.read(tmp_path / "out")
+    assert set(masks) >= {name for name in first if name in weights}
+    assert set(masks) <= weights.keys()
+    counts = {name: masks.stays(name, tuple(weights[name].shape)) for name in masks}
+    assert all(bool((weights[name][~stays] == 0).all()) for name, stays in counts.items())
+    free = [stays for name, stays in counts.items() if method != "wanda" or "q_proj" not in name]
+    assert 0.35 < float(torch.cat([stays.flatten() for stays in free]).float().mean()) < 0.65
+    if method == "layers":
+        survivor = AutoConfig.from_pretrained(tmp_path / "out").num_hidden_layers
+        assert {name.split(".")[2] for name in masks} == {str(index) for index in range(survivor)}

@@ -5,6 +5,7 @@ https://github.com/jacobgil/pytorch-pruning/issues/41: only gradients were maske
 
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from shardlab import Engine
 from shardlab.checkpoint import CheckpointReader, find_newest
+from shardlab.compress.sparsity import masks_by_magnitude
 from shardlab.state.box import whole
 from shardlab.state.masks import MASKS, Masks
 from tests.distributed.pool import Pools
@@ -151,6 +153,33 @@ def test_a_loop_of_one_s_own_is_the_same_loop_with_zeros_set_by_hand(tmp_path: P
     again = dict(engine.backend.tensors())
     assert not any(again[name][~mask].any() for name, mask in stays.items())
     engine.close()
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+def test_a_classifier_keeps_the_zeros_of_its_convolutions(scope: Literal["layer", "global"], tmp_path: Path) -> None:
+    from recipes.digits import model as classifier
+    from recipes.digits import rows
+
+    module, (training, _) = classifier(), rows()
+    stays = masks_by_magnitude(module, 0.5, scope=scope, ignore=["classes.2"])
+    assert stays.keys() == {"features.0.weight", "features.2.weight", "classes.0.weight"}
+    gone = {name: float((~mask).float().mean()) for name, mask in stays.items()}
+    assert sum(int((~mask).sum()) for mask in stays.values()) == sum(mask.numel() for mask in stays.values()) // 2
+    assert (set(gone.values()) == {0.5}) == (scope == "layer")
+    recipe = write_recipe(tmp_path, train={"optimizer": {"lr": 1e-2}, "steps": 10}, shard={"micro_batch": 4})
+    engine = Engine.from_recipe(recipe)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    batches = [training.batch(range(4 * step, 4 * step + 4)) for step in range(10)]
+    _, _, loader = engine.prepare(module, optimizer, batches, masks=stays)
+    losses = [engine.step(window) for window in loader]
+    assert losses[-1] != losses[0]
+    engine.save(tmp_path / "model")
+    engine.close()
+    weights, saved = load_file(tmp_path / "model" / "model.safetensors"), Masks.read(tmp_path / "model")
+    for name, mask in stays.items():
+        assert torch.equal(saved.stays(name, tuple(mask.shape)), mask)
+        assert not weights[name][~mask].any()
+        assert bool((weights[name][mask] != 0).all())
 
 
 def test_masks_of_another_model_and_damaged_weights(recipe: Path, tmp_path: Path) -> None:
