@@ -207,11 +207,9 @@ def _peer_model(one: Contestant, options: argparse.Namespace, dtype: Any) -> Any
 def _fsdp_steps(one: Contestant, options: argparse.Namespace) -> Iterator[float]:
     """`fully_shard` around each block and the model, the model's own loss, clipping, AdamW."""
     import torch
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    dist.init_process_group("gloo")
     model = _peer_model(one, options, torch.float32)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for unit in [*model.model.layers, model]:
@@ -255,7 +253,8 @@ def _zero_steps(one: Contestant, options: argparse.Namespace) -> Iterator[float]
 
 def _peer_loss(model: Any, step: int, options: argparse.Namespace) -> Any:
     rows = _rows(step, options)
-    return model(input_ids=rows[:, :-1], labels=rows[:, :-1], shift_labels=rows[:, 1:], use_cache=False).loss
+    inputs, targets = rows[:, :-1], rows[:, 1:].contiguous()
+    return model(input_ids=inputs, labels=inputs, shift_labels=targets, use_cache=False).loss
 
 
 def _mean(loss: Any) -> float:

@@ -64,6 +64,7 @@ class Contestant:
                 "steps": 1000,
                 "optimizer": {"lr": 1e-4},
             },
+            "checkpoint": {"every": None},
             "shard": {"backend": "stream" if stream else "ddp", "micro_batch": 1, **own},
         }
         file = config.with_name("recipe.yaml")

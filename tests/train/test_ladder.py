@@ -57,7 +57,7 @@ def test_the_run_is_the_same_and_so_is_its_model(tmp_path: Path) -> None:
 
 
 def _planned(recipe: Path, *arguments: str) -> str:
-    ended = shardlab("plan", recipe, "--hardware", "cpu:64GiB", "--json", *arguments)
+    ended = shardlab("plan", recipe, "--json", *arguments)
     assert ended.code == 0, ended.err
     return ended.out
 
