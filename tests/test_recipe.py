@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
             {"train": {"optimizer": {"groups": [{"pattern": "*", "lrr": 1.0}]}}},
             "unknown key train.optimizer.groups[0].lrr; did you mean lr?",
         ),
-        ({"plan": {}}, "unknown key plan; known keys here: model, data, train, shard, checkpoint"),
+        ({"plan": {}}, "unknown key plan; known keys here: model, data, train, distill, shard, checkpoint"),
         (
             {"train": {"optimizer": {"name": "sgd", "betas": [0.9, 0.95]}}},
             "train.optimizer.betas is a key of adamw, not of sgd",

@@ -61,8 +61,10 @@ def refuse_other_tokens(
             other = theirs.get(token)
             said = f"missing in {second_name}" if other is None else f"{other} in {second_name}"
             raise UserError(f"the tokenizers differ: {token!r} is {number} in {first_name}, {said}")
-    if len(theirs) > len(ours):
-        token = min(theirs.keys() - ours.keys(), key=lambda token: theirs[token])
+    # llama.cpp's files give a head's padding such names.
+    more = [token for token in theirs.keys() - ours.keys() if token != f"[PAD{theirs[token]}]"]
+    if more:
+        token = min(more, key=lambda token: theirs[token])
         raise UserError(
             f"the tokenizers differ: {token!r} is {theirs[token]} in {second_name}, missing in {first_name}"
         )

@@ -75,6 +75,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(teacher: Path, tmp
 def test_two_ranks_that_shard_the_teacher_train_the_run_of_one(pools: Pools, teacher: Path, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path, teacher, weight=0.5)
     assert shardlab("train", recipe, "--output", tmp_path / "alone").code == 0
+    recipe.write_text(recipe.read_text().replace("shard: {}", "shard: {backend: fsdp}"))
     summary, _ = pools.run(2, "tests.train.jobs", "train_run", recipe=recipe, output=tmp_path / "together")
     assert (summary["backend"], summary["world_size"]) == ("fsdp", 2)
     assert losses(tmp_path / "together") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)

@@ -189,7 +189,7 @@ def test_a_disk_that_is_too_small_is_refused_up_front(tmp_path: Path, monkeypatc
     [
         (("--set=shard.memory_limit=300",), "expected a size such as 512MiB or 2GiB, got 300"),
         (("--set=shard.memory_limit=2XB",), "expected a size such as 512MiB or 2GiB, got 2XB"),
-        (("--set=shard.backend=ddp",), "memory_limit is for backend stream, not ddp"),
+        (("--set=shard.backend=ddp",), "memory_limit is for backend stream or recompute auto, not ddp and none"),
         (("--set=shard.offload.optimizer=cpu",), "not stream"),
         (("--set=shard.replicas=2",), "shard.replicas 2 is for backend fsdp, not stream"),
         (("--nproc=2",), "shard.backend stream is for one rank, and this job has 2"),
