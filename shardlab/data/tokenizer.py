@@ -55,22 +55,24 @@ def refuse_other_tokens(
     Equal sizes are not enough: with two ids swapped, each model would be judged on the other's text. Nor are equal
     vocabularies: with other merges a text becomes other tokens of them.
     """
-    ours, theirs = first.get_vocab(), second.get_vocab()
+    # llama.cpp's files give a head's padding names too.
+    ours, theirs = (
+        {token: number for token, number in tokenizer.get_vocab().items() if token != f"[PAD{number}]"}
+        for tokenizer in (first, second)
+    )
     for token, number in sorted(ours.items(), key=lambda item: item[1]):
         if theirs.get(token) != number:
             other = theirs.get(token)
             said = f"missing in {second_name}" if other is None else f"{other} in {second_name}"
             raise UserError(f"the tokenizers differ: {token!r} is {number} in {first_name}, {said}")
-    # llama.cpp's files give a head's padding such names.
-    more = [token for token in theirs.keys() - ours.keys() if token != f"[PAD{theirs[token]}]"]
-    if more:
-        token = min(more, key=lambda token: theirs[token])
+    if len(theirs) > len(ours):
+        token = min(theirs.keys() - ours.keys(), key=lambda token: theirs[token])
         raise UserError(
             f"the tokenizers differ: {token!r} is {theirs[token]} in {second_name}, missing in {first_name}"
         )
     for role in ("eos", "bos", "unk"):
         one, other = (getattr(tokenizer, f"{role}_token_id") for tokenizer in (first, second))
-        if one != other:
+        if one != other and None not in (one, other):  # a GGUF file does not always say
             raise UserError(
                 f"the tokenizers differ: {role} is {one} in {first_name} and {other} in {second_name}, of the same "
                 "vocabulary"
@@ -80,7 +82,8 @@ def refuse_other_tokens(
     for text in (_PROBE, " ".join(words), "".join(words)):
         one, other = (tokenizer(text, add_special_tokens=False)["input_ids"] for tokenizer in (first, second))
         if one != other:
-            at = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+            pairs = enumerate(zip(one, other, strict=False))
+            at = next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
             said = first.decode(one[at : at + 5])
             raise UserError(
                 f"the tokenizers differ: of one vocabulary, they split {said!r} otherwise in {first_name} and in "
