@@ -39,7 +39,7 @@ def write_model(directory: Path) -> int:
     return sum(shape.numel() for shape in shapes.values())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(3600)  # a quarter of an hour on one quiet core
 def test_a_billion_parameters_in_two_gibibytes(tmp_path: Path) -> None:
     parameters = write_model(tmp_path / "model")
