@@ -65,7 +65,7 @@ def rebuild(fields: Mapping[str, Any]) -> Any:
     if kind != "gpt2" or (split is None and pre != _GPT2):
         raise UserError(f"the file's tokenizer ({kind}, {pre}) is none that shardlab knows; give --tokenizer DIR")
     texts, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    vocabulary = {text: row for row, text in enumerate(texts)}
+    vocabulary = {text: row for row, (text, k) in enumerate(zip(texts, kinds, strict=True)) if k != UNUSED}
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"] if merge != _NO_MERGE]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre == _WHOLE_WORDS))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)

@@ -181,6 +181,7 @@ def test_the_tokenizer_comes_back_from_the_file(tmp_path: Path) -> None:
     assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert again.decode(again(text)["input_ids"]) == text
     assert again.eos_token_id == tokenizer.eos_token_id
+    assert again.get_vocab() == tokenizer.get_vocab()  # without the rows that have no token
 
 
 def test_matrices_that_blocks_do_not_divide_stay_f16(tmp_path: Path) -> None:
