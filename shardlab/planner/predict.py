@@ -269,15 +269,15 @@ def _process(peak: Moment, plan: Plan, *, accelerator: bool, loop: Loop) -> Foot
     """The process around the tensors: scratch of kernels, memory that malloc keeps for itself, whole pages."""
     term, libraries = _term(plan, accelerator=accelerator, loop=loop), _PROCESS["libraries"]
     host = libraries["zero"] if plan.backend.startswith("zero") else libraries["other"]
-    extra = round(term["bytes"] + term["passing_share"] * _passing(peak))
+    kept = round(term["passing_share"] * _passing(peak))  # in holes between blocks; up to half of it was seen to be less
     spread = round(term["spread_bytes"] + term["spread_share"] * peak.total)
-    middle = peak.total + extra
+    middle = peak.total + round(term["bytes"]) + kept
     return Footprint(
         moment=peak.name,
         bytes=peak.bytes,
         host=peak.host,
         tensors=peak.total,
-        low=max(0, middle - spread),
+        low=max(0, middle - kept // 2 - spread),
         middle=middle,
         high=middle + spread,
         libraries=_PROCESS["context"] if accelerator else host,

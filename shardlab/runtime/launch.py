@@ -138,15 +138,18 @@ class _JobAgent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Look for a first failure before torch does, and end the job; torch then finds all ranks gone."""
+        """Look for a first failure ourselves, and end the job; torch looks when all ranks are gone.
+
+        A look of its own at ranks that run could find what ours, a moment earlier, did not: it would end the job first.
+        """
         ended = self._ended()
         failed = [end for end in ended if end.code not in (ExitCode.DONE, ExitCode.STOPPED)]
-        if not failed and len(ended) < len(self._ranks) and any(end.code == ExitCode.STOPPED for end in ended):
-            return RunResult(state=WorkerState.HEALTHY)  # the others are about to stop as well
         if failed and self.failure is None:
             self.failure = first_failure(failed)
             self.message = self._describe(self.failure, ended)
             end_sessions(list(self._ranks.values()), grace_seconds=_FAILURE_GRACE_SECONDS)
+        elif len(ended) < len(self._ranks):
+            return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:

@@ -137,6 +137,15 @@ def test_user_error_of_every_rank_is_one_line(job: Callable[[str], Job]) -> None
     assert wrong.errors == "error: the recipe has no such key: mend it\n"
 
 
+def test_failure_is_told_if_all_ranks_end_between_two_looks(
+    job: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLOW_LOOK", "1")
+    wrong = job("user")
+    assert wrong.finish(START_SECONDS) == 2
+    assert wrong.errors == "error: the recipe has no such key: mend it\n"
+
+
 def test_rank_that_ignores_term_is_killed(job: Callable[[str], Job]) -> None:
     """torch's agent alone would wait 30 s for each."""
     stubborn = job("stubborn")
