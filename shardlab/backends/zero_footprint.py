@@ -193,17 +193,31 @@ class _Stage3:
         setting, model = self._setting, self._setting.model
         resident, host = self.resident()
         for span in setting.timeline:
-            own: Bytes = {"communication": self._gathered(span)}
-            yield moment(span_name(span, model), resident, own, span.peak, host=host)
+            gathered, name = self._gathered(span), span_name(span, model)
+            own: Bytes = {"communication": gathered + self._in_flight(span)}
+            yield moment(name, resident, own, span.peak, host=host)
             large = self._large(span) if span.phase == "backward" else 0
-            if large and setting.loop != "shardlab":  # our head's goes before the loss's own tensors are dropped
-                # No bucket holds it: its ranks' parts are put together in a copy, and gloo reduces a copy of that.
-                copies = large * (1 if setting.accelerator else 2)
-                reduced: Bytes = {"gradients": large, "communication": self._gathered(span) + copies}
-                name = f"reduction after the {span_name(span, model)}"
-                yield moment(name, resident, reduced, span.exit, host=host)
+            # Our head's gradient goes before the loss's own tensors are dropped, and an embedding's own weights before
+            # its gradient; one that is tied stays gathered.
+            if large and (setting.loop != "shardlab" or (span.segment == ROOT and self._tied)):
+                reduced: Bytes = {"gradients": large, "communication": gathered + self._copies(large)}
+                yield moment(f"reduction after the {name}", resident, reduced, span.exit, host=host)
         passing = _update(setting, self._trainable(), -(-largest(trained(model.parameters)) // self._world))
         yield moment("the first update", resident, {"temporaries": passing}, host=host)
+
+    @property
+    def _tied(self) -> bool:
+        """Whether head and embedding are one."""
+        return not self._setting.model.unit(self._setting.model.tail)
+
+    def _copies(self, size: int) -> int:
+        """Of gradients that are reduced: the ranks' parts are put together in one, and gloo reduces a copy of that."""
+        return size * (1 if self._setting.accelerator else 2) if self._world > 1 else 0
+
+    def _in_flight(self, span: Span) -> int:
+        """A full bucket may have to be reduced anywhere in a block's backward pass. Seen with gloo; published figures of GPUs have no room for it."""
+        inside = span.phase == "backward" and 0 < span.segment < self._setting.model.tail
+        return self._copies(self._bucket * FP32) if inside and not self._setting.accelerator else 0
 
     def _large(self, span: Span) -> int:
         """Bytes of the segment's largest gradient, where that is more than a bucket."""
@@ -213,11 +227,12 @@ class _Stage3:
         return biggest * FP32 if biggest > self._bucket else 0
 
     def _gathered(self, span: Span) -> int:
-        """The segment's parameters up to the limit of live ones, and one more bucket on its way."""
+        """The segment's parameters up to the limit of live ones, and one more bucket on its way, if anything follows."""
         model = self._setting.model
         units = (span.segment,) if span.segment else (0, model.embedding)
         sizes = [p.numel for unit in units for p in model.unit(unit) if p.numel >= PERSISTENCE_THRESHOLD]
         limit = largest(model.parameters) + self._bucket
         # A tied head and embedding are gathered from the head's forward pass to the embedding's backward pass.
-        tied = 0 if model.unit(model.tail) else largest(model.unit(ROOT))
-        return (min(sum(sizes), limit) + tied + (self._bucket if self._world > 1 else 0)) * self._size
+        tied = largest(model.unit(ROOT)) if self._tied and span.segment else 0
+        ahead = 0 if span.phase == "backward" and span.segment == ROOT else self._bucket
+        return (min(sum(sizes), limit) + tied + (ahead if self._world > 1 else 0)) * self._size

@@ -93,6 +93,7 @@ class Storages(TorchDispatchMode):
         super().__init__()
         self.kind: Kind = "activations"
         self.vocabulary: int | None = None  # of logits that are whole: they are a kind by themselves
+        self.shared: torch.Size | None = None  # the shape of a weight with several uses, whose gradients meet
         self.times = 1  # how often what is computed now is computed in truth
         self.passages: list[Passage] = []
         self._sizes: dict[int, tuple[int, Kind]] = {}
@@ -122,6 +123,8 @@ class Storages(TorchDispatchMode):
             for value in result if isinstance(result, tuple | list) else (result,):
                 if isinstance(value, Tensor):
                     self._add(value, given=args)
+        if func is torch.ops.aten.add.Tensor and self.passages[-1].phase == "backward":
+            self._in_place(result, args[0])
         passage = self.passages[-1]
         passage.operators.append(func._schema.name)
         passage.points.append(self._point(_scratch(func, args, result)))
@@ -143,6 +146,16 @@ class Storages(TorchDispatchMode):
         self._sizes[key] = (size, kind)
         self._live[kind] += size
         weakref.finalize(storage, self._free, key)
+
+    def _in_place(self, total: Tensor, first: Tensor) -> None:
+        """A weight's second gradient: autograd adds it to the first in place, but not to a stand-in for a tensor."""
+        if total.shape != self.shared or first.shape != self.shared:
+            return
+        to, of = total.untyped_storage()._cdata, first.untyped_storage()._cdata
+        if to in self._sizes and of in self._sizes and to != of:
+            size, kind = self._sizes[to]
+            self._live[kind] -= size
+            self._sizes[to], self._sizes[of] = self._sizes[of], (0, kind)
 
     def _are_logits(self, tensor: Tensor) -> bool:
         # Weights' gradients are two-dimensional too, but none has the vocabulary for its last dimension.

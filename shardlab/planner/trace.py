@@ -9,6 +9,7 @@ Blocks that are equal are traced three times (the first, one between, the last) 
 bytes that a block leaves behind are the same for each.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -221,6 +222,8 @@ class _Run:
         self._owned: dict[int, list[nn.Parameter]] = {}
         if isinstance(module, PlainLoop):
             self._storages.vocabulary = module.last.out_features
+        weights = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
+        self._storages.shared = next((p.shape for p in module.parameters() if weights[id(p)] > 1), None)
 
     def passages(self, batch: Mapping[str, Tensor]) -> list[Passage]:
         module, storages = self._module, self._storages

@@ -73,6 +73,17 @@ def test_fsdp_shards_everything_and_gathers_a_unit() -> None:
     assert whole == BLOCK * 4 + 2 * BLOCK * 4
 
 
+def test_stage_3_reduces_a_tied_gradient_while_the_weight_is_gathered() -> None:
+    """The embedding's and head's one gradient is larger than a bucket; gloo needs two copies of it."""
+    tied = replace(SHAPE.parameters[0], unit=0)
+    of = replace(setting("zero3"), model=ModelShape((tied, *SHAPE.parameters[1:3]), 2, False))
+    found = moments(of)
+    reduced = next(m for m in found if m.name == "reduction after the backward pass of the embedding")
+    resident = next(m for m in found if m.name == "the first update")
+    assert reduced.total - resident.total == (1 + 1 + 2) * tied.numel * 4 - resident.bytes["temporaries"]
+    assert not [m for m in moments(setting("zero3")) if m.name.startswith("reduction")]
+
+
 @pytest.mark.parametrize("backend", PARTS_OF_ALL)
 def test_ranks_share_what_a_checkpoint_holds(backend: BackendName) -> None:
     """Masters and two moments; so large is the copy that a save in the background is written from."""
