@@ -215,7 +215,10 @@ class _Stage3:
         return size * (1 if self._setting.accelerator else 2) if self._world > 1 else 0
 
     def _in_flight(self, span: Span) -> int:
-        """A full bucket may have to be reduced anywhere in a block's backward pass. Seen with gloo; published figures of GPUs have no room for it."""
+        """A full bucket may have to be reduced anywhere in a block's backward pass.
+
+        So it is with gloo; published figures of GPUs have no room for it.
+        """
         inside = span.phase == "backward" and 0 < span.segment < self._setting.model.tail
         return self._copies(self._bucket * FP32) if inside and not self._setting.accelerator else 0
 
@@ -227,7 +230,7 @@ class _Stage3:
         return biggest * FP32 if biggest > self._bucket else 0
 
     def _gathered(self, span: Span) -> int:
-        """The segment's parameters up to the limit of live ones, and one more bucket on its way, if anything follows."""
+        """The segment's parameters up to the limit of live ones, and a bucket of what follows."""
         model = self._setting.model
         units = (span.segment,) if span.segment else (0, model.embedding)
         sizes = [p.numel for unit in units for p in model.unit(unit) if p.numel >= PERSISTENCE_THRESHOLD]
