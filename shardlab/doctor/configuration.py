@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from shardlab.plan import BackendName, Precision
+from shardlab.plan import BackendName, Precision, Recompute
 
 Kind = Literal["plan", "ds_config"]
 
@@ -47,7 +47,7 @@ class Configuration:
     global_batch_size: int | None = None
     offload_parameters: bool = False
     offload_optimizer: bool = False
-    recompute: bool = False
+    recompute: Recompute = "none"
     reshard_after_forward: bool = True
     seed: int = 0
     ds_config: dict[str, Any] | None = None

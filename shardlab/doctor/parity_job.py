@@ -62,7 +62,7 @@ def _steps(given: dict[str, Any], model: nn.Module, steps: int, topology: Topolo
             accumulation=given["accumulation"],
             global_batch_size=given["global_batch_size"],
             precision=given["precision"],
-            recompute="full" if given["recompute"] else "none",
+            recompute=given["recompute"],
             reshard_after_forward=given["reshard_after_forward"],
             offload=Offload(
                 "cpu" if given["offload_parameters"] else "none", "cpu" if given["offload_optimizer"] else "none"

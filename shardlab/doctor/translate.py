@@ -9,7 +9,7 @@ from shardlab.doctor.configuration import Configuration, Setting, optimizer_in_w
 from shardlab.doctor.files import named_ds_config, read_accelerate, read_json, read_yaml
 from shardlab.doctor.translate_ds import from_ds_config
 from shardlab.errors import UserError
-from shardlab.plan import BackendName, Precision
+from shardlab.plan import BackendName, Precision, Recompute
 from shardlab.recipe import Recipe, load_recipe
 
 RANKS = 2
@@ -44,7 +44,7 @@ def _from_recipe(recipe: Recipe, file: str) -> Configuration:
         global_batch_size=plan.global_batch_size,
         offload_parameters=plan.offload.parameters != "none",
         offload_optimizer=plan.offload.optimizer != "none",
-        recompute=plan.recompute != "none",
+        recompute=plan.recompute,
         reshard_after_forward=plan.reshard_after_forward,
         seed=plan.seed,
         optimizer=train.optimizer.model_dump(mode="json") | {"groups": []},
@@ -125,7 +125,7 @@ def _from_fsdp(values: dict[str, Any], file: Path, precision: Precision) -> Conf
     strategy = str(given.pop("sharding_strategy", "FULL_SHARD")).upper()
     reshard = str(given.pop("reshard_after_forward", "true")).upper()
     offload = str(given.pop("offload_params", "false")).lower() == "true"
-    recompute = str(given.pop("activation_checkpointing", "false")).lower() == "true"
+    recompute: Recompute = "full" if str(given.pop("activation_checkpointing", "false")).lower() == "true" else "none"
     if given.pop("activation_checkpointing_offload", False) not in (False, "false"):
         raise UserError(f"{file}: fsdp_config.fsdp_activation_checkpointing_offload can't be run here")
     unknown = sorted(set(given) - _FSDP_LAYOUT)

@@ -26,10 +26,10 @@ def accelerate(directory: Path, **values: Any) -> Configuration:
 
 def test_a_recipe_is_its_plan(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
-    file.write_text("train: {precision: fp32, clip_grad_norm: null, global_batch_size: 16}\nshard: {backend: zero3}\n")
+    file.write_text("train: {precision: fp32, clip_grad_norm: null, global_batch_size: 16}\nshard: {backend: zero3, recompute: selective}\n")
     read = read_configuration(file)
     assert (read.kind, read.backend, read.precision, read.clip_grad_norm) == ("plan", "zero3", "fp32", None)
-    assert read.global_batch_size == 16
+    assert (read.global_batch_size, read.recompute) == (16, "selective")
     assert str(read.settings["clipping"]) == "off (train.clip_grad_norm)"
 
 
@@ -38,6 +38,8 @@ def test_an_fsdp_file_does_not_clip(tmp_path: Path) -> None:
     assert (read.backend, read.precision, read.clip_grad_norm) == ("fsdp", "bf16", None)
     assert read.offload_parameters
     assert read.offload_optimizer
+    assert read.recompute == "none"
+    assert accelerate(tmp_path, fsdp_config={"fsdp_activation_checkpointing": True}).recompute == "full"
     assert not accelerate(tmp_path, fsdp_config={"fsdp_reshard_after_forward": False}).reshard_after_forward
     assert accelerate(tmp_path, fsdp_config={"fsdp_sharding_strategy": "NO_SHARD"}).backend == "ddp"
     assert accelerate(tmp_path, distributed_type="MULTI_GPU").backend == "ddp"
