@@ -70,6 +70,7 @@ class Plan:
     offload: Offload = field(default_factory=Offload)
     stream: Stream = field(default_factory=Stream)
     clip_grad_norm: float | None = 1.0
+    compile: bool = False  # each block, by torch.compile
     seed: int = 0
     timeout_seconds: float = 600.0
     reasons: tuple[str, ...] = ()  # one line for each value that was "auto": what it became and why

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from shardlab.model import policies
 
@@ -31,6 +32,12 @@ def register() -> None:
     """Make `NAME` a value for a config's `attn_implementation`."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def leave_uncompiled() -> None:
+    """A compiled block calls it between its graphs: which tiles there are follows from the mask's values."""
+    if NAME in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(NAME, torch.compiler.disable(attention))
 
 
 def attention(

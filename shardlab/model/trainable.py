@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardlab.data.window import IGNORED
 from shardlab.errors import UserError
-from shardlab.model import policies
+from shardlab.model import attention, policies
 from shardlab.model.head import HeadLoss
 from shardlab.model.randomness import StepRandom
 from shardlab.model.saved import Saved, Shelves
@@ -92,6 +92,13 @@ class Trainable(nn.Module):
             assert isinstance(block.forward, _BlockForward)
             block.forward.recompute = recompute if count is None or number < count else "none"
 
+    def compile_blocks(self) -> None:
+        """Run each block as torch.compile makes it, in training. The first step is when that happens."""
+        attention.leave_uncompiled()
+        for block in self.blocks:
+            assert isinstance(block.forward, _BlockForward)
+            block.forward.compile()
+
     def set_shelves(self, shelves: Shelves | None, start: int = 0) -> None:
         """Where the blocks from number `start` on keep what they save for the backward pass; None: where it is made."""
         for number, block in enumerate(self.blocks):
@@ -118,10 +125,15 @@ class _BlockForward:
     def __init__(self, block: nn.Module, random: StepRandom, index: int, recompute: Recompute):
         self._block = block
         self._forward = block.forward
+        self._compiled = block.forward
         self._random = random
         self._index = index
         self.recompute = recompute
         self.shelves: Shelves | None = None
+
+    def compile(self) -> None:
+        """From the next call on. Dropout draws its numbers as the block does that is not compiled."""
+        self._compiled = torch.compile(self._forward, options={"fallback_random": True})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         saved = None
@@ -131,7 +143,8 @@ class _BlockForward:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._random.enter(self._index)
-        return self._forward(*args, **kwargs)
+        forward = self._compiled if torch.is_grad_enabled() else self._forward
+        return forward(*args, **kwargs)
 
 
 class CausalLM(Trainable):

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardlab.errors import UserError
 from shardlab.plan import BackendName, Offload, Plan, Stream
+from shardlab.planner.compiled import uncompilable
 from shardlab.planner.names import recomputed
 from shardlab.recipe import SGD, AdamW, Recipe, offload_complaint, size_bytes
 
@@ -17,7 +18,7 @@ def resolve(recipe: Recipe, *, world_size: int) -> Plan:
     """The plan for `world_size` ranks.
 
     Raises UserError where the batch does not divide over the ranks, where the recipe expects another number of ranks,
-    or where the backend that `auto` becomes cannot offload what the recipe asks for.
+    or where the backend cannot do what the recipe asks for.
     """
     shard, train = recipe.shard, recipe.train
     if shard.world_size not in (None, world_size):
@@ -53,10 +54,21 @@ def resolve(recipe: Recipe, *, world_size: int) -> Plan:
         offload=_offload(recipe),
         stream=_stream(recipe, backend),
         clip_grad_norm=train.clip_grad_norm,
+        compile=_compiled(recipe, backend),
         seed=train.seed,
         timeout_seconds=shard.timeout_seconds,
         reasons=(*backend_reason, *micro_batch_reason),
     )
+
+
+def _compiled(recipe: Recipe, backend: BackendName) -> bool:
+    """Raises UserError for what compiled blocks have no place for."""
+    if not recipe.train.compile:
+        return False
+    complaint = uncompilable(backend, recipe.shard.recompute, recipe.shard.offload.activations)
+    if complaint is not None:
+        raise UserError(f"train.compile is not for shard.{complaint}; set train.compile=false")
+    return True
 
 
 def _offload(recipe: Recipe) -> Offload:
@@ -94,7 +106,7 @@ def describe(plan: Plan) -> str:
         offloaded.append(f"activations ({plan.offload.activations})")
     lines = [
         f"backend {plan.backend}, {plan.precision}, clip_grad_norm {clip}, recompute {recomputed(plan)}, "
-        f"offload {' and '.join(offloaded) or 'none'}",
+        f"offload {' and '.join(offloaded) or 'none'}{', blocks compiled' if plan.compile else ''}",
         f"{batch} = {plan.global_batch_size} sequences",
         *_streaming(plan),
         *plan.reasons,

@@ -18,6 +18,7 @@ from shardlab.model.build import build_shell, teacher_shell
 from shardlab.model.trainable import make_trainable
 from shardlab.plan import BackendName, Footprint, Loop, ModelShape, Offload, Plan, Recompute
 from shardlab.planner.around import Saving
+from shardlab.planner.compiled import uncompilable
 from shardlab.planner.cost import Cost
 from shardlab.planner.fewest import fewest_recomputed
 from shardlab.planner.machine import Machine
@@ -218,7 +219,7 @@ def _stream(base: Plan, predict: Predictor, machine: Machine) -> Candidate | Non
     """Backend stream at the recipe's own limit, or with all of the machine's memory; None where it can't run at all."""
     if base.world_size > 1 or machine.accelerator:
         return None
-    plan = replace(_free(base), backend="stream", recompute="full", replicas=1)
+    plan = replace(_free(base), backend="stream", recompute="full", replicas=1, compile=False)
     try:
         return assess(fitted(plan, predict, machine), predict, machine)
     except UserError:  # not even its smallest layout fits, or a model that has no blocks
@@ -229,7 +230,9 @@ def _base(recipe: Recipe, ranks: int) -> Plan:
     train = recipe.train
     share = max(1, train.global_batch_size // ranks)
     clip, seed = train.clip_grad_norm, train.seed
-    return Plan("ddp", ranks, 1, share, share * ranks, train.precision, clip_grad_norm=clip, seed=seed)
+    return Plan(
+        "ddp", ranks, 1, share, share * ranks, train.precision, clip_grad_norm=clip, compile=train.compile, seed=seed
+    )
 
 
 def candidates(base: Plan, machine: Machine, loop: Loop = "shardlab") -> Iterator[Plan]:
@@ -241,6 +244,8 @@ def candidates(base: Plan, machine: Machine, loop: Loop = "shardlab") -> Iterato
             continue  # on a CPU Accelerate turns it into DDP
         for offload in _offloads(backend, machine):
             for recompute in RECOMPUTE if loop == "shardlab" else ELSEWHERE:
+                if base.compile and uncompilable(backend, recompute, offload.activations):
+                    continue
                 for size in sizes:
                     yield replace(
                         base,

@@ -140,10 +140,15 @@ def _speed(found: Survey) -> list[str]:
     rates = found.machine.rates
     if rates is None or not found.timed:
         return []
-    return [
+    lines = [
         f"time by {rates.source}; right within {rates.error:.0%}; "
         "* = no other that fits takes less memory and less time"
     ]
+    if found.recipe.train.compile:
+        lines.append(
+            "train.compile: the time is that of blocks as they are; compiling them comes before the first step"
+        )
+    return lines
 
 
 def as_dict(found: Survey) -> dict[str, Any]:

@@ -36,6 +36,7 @@ train:
   schedule: {name: cosine, warmup_steps: 20, final_fraction: 0.1}   # or linear, constant
   precision: bf16             # or fp32; masters, moments and accumulated gradients are fp32 in both
   clip_grad_norm: 1.0         # null = off
+  compile: false              # torch.compile of each block: a minute or more at the start, faster steps after it
   qat: null                   # e.g. {scheme: int4, group_size: 32}: train with weights rounded as by `quantize`
   seed: 0
   stop_after: null            # end at that step with a checkpoint; --resume goes on

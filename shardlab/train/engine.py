@@ -168,6 +168,8 @@ class Engine:
             round_layers(model, self.recipe.train.qat)
         self.module = make_trainable(model, seed=self.plan.seed, recompute=self.plan.recompute)
         self.module.set_recompute(self.plan.recompute, self.plan.recompute_blocks)
+        if self.plan.compile:
+            self.module.compile_blocks()
         if packed:
             refuse_packing(self.module)
             if teacher is not None:

@@ -13,9 +13,16 @@ SHARDING = BACKENDS[1:]
 
 
 def in_one_process(case: Case) -> Case:
-    """The same job without sharding, offload or recompute."""
+    """The same job without sharding, offload, recompute or compiled blocks."""
     return replace(
-        case, backend="ddp", offload="none", activations="none", recompute="none", evaluate_first=False, threshold=0
+        case,
+        backend="ddp",
+        offload="none",
+        activations="none",
+        recompute="none",
+        compile=False,
+        evaluate_first=False,
+        threshold=0,
     )
 
 

@@ -42,6 +42,7 @@ class Case:
     clip: float | None = 1.0
     dropout: float = 0.0
     recompute: str = "none"
+    compile: bool = False
     precision: str = "fp32"
     offload: str = "none"
     activations: str = "none"
@@ -133,6 +134,8 @@ def prepared(
     topology = Topology.detect()
     trainable = make_trainable(model, seed=7, recompute=plan.recompute)
     trainable.train()
+    if plan.compile:
+        trainable.compile_blocks()
     engine = make_backend(plan)
     with mock.patch.object(zero_config, "PERSISTENCE_THRESHOLD", threshold):
         engine.prepare(Job(trainable, plan, optimizer, topology), weights)
@@ -158,6 +161,7 @@ def make_plan(case: Case, global_batch_size: int) -> Plan:
         precision=case.precision,
         recompute=case.recompute,
         clip_grad_norm=case.clip,
+        compile=case.compile,
         offload=Offload("none" if below_stage_3 else case.offload, case.offload, case.activations),
     )
 

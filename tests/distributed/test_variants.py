@@ -60,6 +60,13 @@ def test_variants(run: Run, backend: str, variant: str) -> None:
     assert_as_in_one_process(run, replace(VARIANTS[variant], backend=backend))
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "zero2"])
+def test_compiled_blocks(run: Run, backend: str, recompute: str) -> None:
+    """Dropout too: what is compiled draws the same numbers. Evaluation is not compiled."""
+    assert_as_in_one_process(run, replace(VARIANTS["dropout"], backend=backend, recompute=recompute, compile=True))
+
+
 @pytest.mark.parametrize("backend", SHARDING)
 def test_cpu_offload(run: Run, backend: str) -> None:
     assert_as_in_one_process(run, replace(ADAMW, backend=backend, offload="cpu"))

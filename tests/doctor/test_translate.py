@@ -26,7 +26,10 @@ def accelerate(directory: Path, **values: Any) -> Configuration:
 
 def test_a_recipe_is_its_plan(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
-    file.write_text("train: {precision: fp32, clip_grad_norm: null, global_batch_size: 16}\nshard: {backend: zero3, recompute: selective}\n")
+    file.write_text(
+        "train: {precision: fp32, clip_grad_norm: null, global_batch_size: 16}\n"
+        "shard: {backend: zero3, recompute: selective}\n"
+    )
     read = read_configuration(file)
     assert (read.kind, read.backend, read.precision, read.clip_grad_norm) == ("plan", "zero3", "fp32", None)
     assert (read.global_batch_size, read.recompute) == (16, "selective")

@@ -90,6 +90,18 @@ def test_another_number_of_ranks_than_expected_is_refused():
     assert "shard.world_size=2" in complaint
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("backend", "zero3"), ("backend", "stream"), ("recompute", "selective"), ("offload", {"activations": "disk"})],
+)
+def test_what_compiled_blocks_have_no_place_for_is_refused(setting: str, value: Any):
+    shard = {"backend": "ddp", setting: value}
+    recipe = Recipe.from_dict({"train": {"compile": True}, "shard": shard})
+    assert "train.compile is not for shard." in refusal(recipe, 1)
+    possible = Recipe.from_dict({"train": {"compile": True}, "shard": {"backend": "zero2", "recompute": "full"}})
+    assert "blocks compiled" in describe(resolve(possible, world_size=2))
+
+
 def test_offload_that_auto_cannot_carry_out_is_refused_at_one_rank_only():
     recipe = recipe_of(offload={"parameters": "cpu", "optimizer": "cpu"})
     assert resolve(recipe, world_size=2).offload.parameters == "cpu"

@@ -140,6 +140,9 @@ class TrainSection(Section):
     """bf16: the forward and backward pass; master weights, moments and accumulated gradients stay fp32."""
     clip_grad_norm: PositiveFloat | None = 1.0
     """Largest global L2 norm of the gradient; null is off, on every backend."""
+    compile: bool = False
+    """Compile each block by torch.compile, which takes a minute or more before the first step; not with backends zero3
+    and stream, nor with selective recompute."""
     qat: QATSection | None = None
     """Round weights while training, so that rounding costs less afterwards; null is off."""
     seed: NonNegativeInt = 0
