@@ -129,11 +129,11 @@ class RowwiseLoss:
             gradient = scores.sub_(self._normalizer[part].unsqueeze(1)).exp_()
             inside, places = self._targets_inside(part, rows)
             gradient.scatter_add_(1, places.unsqueeze(1), -inside.to(gradient.dtype).unsqueeze(1))
-            if self._soft is not None and soft is not None:
+            if self._soft is not None:
                 gradient.mul_(self._hard)
-                gradient[:, : soft.shape[1]].add_(
-                    soft.masked_fill_(~self._valid[part].unsqueeze(1), 0), alpha=self._soft.weight
-                )
+            if self._soft is not None and soft is not None:
+                soft.masked_fill_(~self._valid[part].unsqueeze(1), 0)
+                gradient[:, : soft.shape[1]].add_(soft, alpha=self._soft.weight)
             gradient.mul_(share[part].unsqueeze(1))
             if slope is not None:
                 gradient.mul_(slope)
