@@ -23,6 +23,7 @@ class Setting:
     accelerator: bool = False  # else the ranks are CPU processes, and offloaded state is in the same memory
     loop: Loop = "shardlab"
     teacher: ModelShape | None = None  # that is run forward beside it
+    taught: int = 0  # bytes of what a teacher's cache brings for a window (on an accelerator: for a micro-batch)
 
     @property
     def compute_size(self) -> int:

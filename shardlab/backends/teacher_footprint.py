@@ -13,8 +13,8 @@ from shardlab.plan import ROOT, Bytes, Kind, ModelShape, Moment, Span, Timeline
 
 
 def with_teacher(setting: Setting, moments: list[Moment]) -> list[Moment]:
-    """A step's moments, the teacher's weights beside each."""
-    held = resident(setting)
+    """A step's moments, the teacher's weights beside each, or what it said."""
+    held: dict[Kind, int] = resident(setting) if not setting.taught else {"activations": setting.taught}
     return [replace(one, bytes=_sum(one.bytes, held)) for one in moments] if held else moments
 
 

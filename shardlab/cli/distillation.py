@@ -29,6 +29,9 @@ def distill(
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="Softens both distributions. [default: 1]")] = None,
     weight: Annotated[float | None, typer.Option(help="The teacher's share of the loss. [default: 0.5]")] = None,
+    cache: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the teacher's likeliest tokens there, written once.")
+    ] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="Ranks to start here, or to expect of a launcher.")] = None,
     resume: Annotated[
         str | None, typer.Option(metavar="auto|DIR", help="Go on from the newest whole checkpoint of OUT, or of DIR.")
@@ -57,6 +60,7 @@ def distill(
     if not (student or cut.steps() or recipe or overrides):
         raise UserError("which student? Give --layers N, --student DIR or JSON, or a recipe with a model")
     given = {"loss": loss, "temperature": temperature, "weight": weight}
+    given |= {"cache": None if cache is None else str(cache.absolute())}
     changes = {key: value for key, value in given.items() if value is not None}
     loaded = load_recipe(recipe, overrides or ())
     say = to_stderr if as_json else typer.echo

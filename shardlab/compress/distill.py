@@ -111,7 +111,9 @@ def distill(
     card = Card(
         "distill",
         {
-            **section.model_dump(mode="json", exclude={"teacher"}),
+            **section.model_dump(
+                mode="json", exclude={"teacher", "cache", *(() if section.cache else ("cache_top_k",))}
+            ),
             "steps": summary["steps"],
             "global_batch_size": recipe.train.global_batch_size,
             "sequence_length": recipe.data.sequence_length,

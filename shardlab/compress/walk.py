@@ -19,6 +19,7 @@ from shardlab.data.window import IGNORED
 from shardlab.errors import UserError
 from shardlab.model.build import build_model
 from shardlab.model.deferred import Weights
+from shardlab.model.loaded import Loaded, around_blocks, names_by_identity
 from shardlab.model.segments import Capture
 from shardlab.model.trainable import CausalLM, make_trainable
 from shardlab.recipe import ModelSection
@@ -80,8 +81,7 @@ class Walk:
         self.config: Any = self._model.config
         self.tied = self._model.tied
         self.blocks = len(self._model.blocks)
-        # By identity, before any parameter is replaced by one with values.
-        self._names = {id(parameter): name for name, parameter in self._model.named_canonical()}
+        self._names = names_by_identity(self._model)
         self._layers = {
             id(module): self._names[id(module.weight)].removesuffix(".weight")
             for module in self._model.modules()
@@ -147,8 +147,8 @@ class Walk:
         """
         table = self._model.table
         assert table is not None
-        around, held_out = self._around_blocks(), self._held_out if judged else ()
-        with _Loaded(self, around) as loaded:
+        around, held_out = around_blocks(self._model), self._held_out if judged else ()
+        with self._loaded(around) as loaded:
             before = [self._start(batch) for batch in held_out]
             segment = self._segment("", self._model.body, loaded.parameters, linears={}, observe=lambda: None)
             yield from change(segment)
@@ -159,7 +159,7 @@ class Walk:
             shared = weight.detach() if self.tied and not unties else None
         for index, block in enumerate(self._model.blocks):
             name = self._block_name(index)
-            with _Loaded(self, block) as loaded:
+            with self._loaded(block) as loaded:
                 for one in before:
                     self._advance(one, index, block)
 
@@ -175,7 +175,7 @@ class Walk:
                 if not bool(one.hidden.isfinite().all()):
                     raise UserError(f"{name} gives values that are not finite for rows of the calibration text")
         tail = self._model.tail
-        with _Loaded(self, tail) as loaded:
+        with self._loaded(tail) as loaded:
             reference = [self._final(one.hidden) for one in before]
 
             def observe_head() -> None:
@@ -205,14 +205,14 @@ class Walk:
         end they are as they were. In memory are one block and the hidden states of another block's trials.
         """
         tail = self._model.tail
-        with _Loaded(self, self._around_blocks()):
+        with self._loaded(around_blocks(self._model)):
             rows = [self._start(batch) for batch in batches]
         inputs = [one.hidden for one in rows]
         for index, block in enumerate(self._model.blocks):
-            with _Loaded(self, block):
+            with self._loaded(block):
                 for one in rows:
                     self._advance(one, index, block)
-        with _Loaded(self, tail) as loaded:
+        with self._loaded(tail) as loaded:
             reference = [self._final(one.hidden) for one in rows]
             original = tail.head.weight.detach().clone()
             segment = self._segment("", tail, loaded.parameters, {self.head()[0]: tail.head}, lambda: None)
@@ -221,7 +221,7 @@ class Walk:
         for one, hidden in zip(rows, inputs, strict=True):
             one.hidden = hidden
         for index, block in enumerate(self._model.blocks):
-            with _Loaded(self, block) as loaded:
+            with self._loaded(block) as loaded:
                 segment = self._segment(
                     self._block_name(index), block, loaded.parameters, self._linears(block), lambda: None
                 )
@@ -233,11 +233,11 @@ class Walk:
                     self._advance(one, index, block)
             for further in range(index + 1, self.blocks):
                 later = self._model.blocks[further]
-                with _Loaded(self, later):
+                with self._loaded(later):
                     for _, changed in tried:
                         for one in changed:
                             self._advance(one, further, later)
-            with _Loaded(self, tail):
+            with self._loaded(tail):
                 for trial, changed in tried:
                     finals = ((self._final(one.hidden), one.batch) for one in changed)
                     yield trial, self._compare(reference, finals, original, None)
@@ -294,10 +294,8 @@ class Walk:
                 comparison.add(tail.transform(before), tail.transform(now), targets[chunk][valid])
         return comparison.quality()
 
-    def _around_blocks(self) -> nn.Module:
-        """The body without its blocks, as one module."""
-        inside = {id(module) for block in self._model.blocks for module in block.modules()}
-        return nn.ModuleList(m for m in self._model.body.modules() if id(m) not in inside and m._parameters)
+    def _loaded(self, module: nn.Module) -> Loaded:
+        return Loaded(module, self._names, self._weights, self._device)
 
     def _block_name(self, index: int) -> str:
         return f"{self._model.anatomy.blocks}.{index}"
@@ -309,32 +307,3 @@ class Walk:
     def weights(self) -> Weights:
         """Where the values come from."""
         return self._weights
-
-
-class _Loaded:
-    """A module's parameters with their values inside, and without memory again afterwards."""
-
-    def __init__(self, walk: Walk, module: nn.Module):
-        self._walk = walk
-        self._module = module
-        self._empty: list[tuple[nn.Module, str, nn.Parameter]] = []
-        self.parameters: dict[str, nn.Parameter] = {}
-
-    def __enter__(self) -> "_Loaded":
-        names = self._walk._names
-        made: dict[int, nn.Parameter] = {}
-        for module in self._module.modules():
-            for leaf, parameter in list(module._parameters.items()):
-                if parameter is None:
-                    continue
-                self._empty.append((module, leaf, parameter))
-                if id(parameter) not in made:
-                    value = self._walk.weights.tensor(names[id(parameter)]).to(self._walk._device)
-                    made[id(parameter)] = nn.Parameter(value, requires_grad=False)
-                    self.parameters[names[id(parameter)]] = made[id(parameter)]
-                module._parameters[leaf] = made[id(parameter)]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for module, leaf, parameter in self._empty:
-            module._parameters[leaf] = parameter

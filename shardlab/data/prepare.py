@@ -17,6 +17,7 @@ from shardlab.data.packing import PackedRows
 from shardlab.data.report import DataReport
 from shardlab.data.sources import Reading
 from shardlab.data.streaming import StreamedText, StreamLoader
+from shardlab.data.teacher_cache import TaughtRows, TeacherCache
 from shardlab.data.tokenizer import make_tokenizer, named_tokenizer, tokenizer_directory
 from shardlab.data.tokens import TokenStream, corpus_fingerprint, tokenize_corpus
 from shardlab.data.windows import WindowLoader
@@ -31,7 +32,8 @@ class PreparedData:
     """Train and evaluation rows. `documents` and the token counts are of the text, before packing.
 
     `fingerprint` identifies text, tokenizer and split: runs with the same one see the same tokens. It does not depend
-    on where the files lie, nor on any seed. Of streamed text the number of tokens is not known: None.
+    on where the files lie, nor on any seed. Of streamed text the number of tokens is not known: None. What
+    `teacher` says of the training rows comes with their windows.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -41,6 +43,7 @@ class PreparedData:
     train_tokens: int | None
     evaluation_tokens: int
     fingerprint: str
+    teacher: TeacherCache | None = None
 
     def size(self) -> str:
         """How much there is, for people."""
@@ -72,7 +75,8 @@ class PreparedData:
         share = {"rank": rank, "world_size": world_size, "seed": seed, "steps": steps, "start_step": start_step}
         if isinstance(self.train, StreamedText):
             return StreamLoader(self.train, **layout, **share)
-        return WindowLoader(self.train, **layout, **share)
+        rows = self.train if self.teacher is None else TaughtRows(self.train, self.teacher)
+        return WindowLoader(rows, **layout, **share)
 
 
 def prepare_data(section: DataSection) -> PreparedData:

@@ -29,6 +29,7 @@ from shardlab.model.deferred import Weights, build_deferred, meta_parameters
 from shardlab.model.lora import AdaptedWeights, inject
 from shardlab.model.presets import COMMON, PRESETS
 from shardlab.model.teacher import Distillation, distillation
+from shardlab.model.trainable import CausalLM
 from shardlab.recipe import DistillSection, ModelSection
 
 VOCABULARY_MULTIPLE = 64  # a preset's vocabulary is rounded up to it: the head's matrix product prefers even sizes
@@ -96,6 +97,14 @@ def build_teacher(
         source = ModelSection(path=section.teacher)
         model, weights = build_model(source, vocabulary=0, eos_token_id=None, sequence_length=sequence_length, seed=0)
     return distillation(section, model, student, vocabulary), weights
+
+
+def teacher_alone(section: DistillSection, *, sequence_length: int) -> tuple[CausalLM, Weights]:
+    """The teacher as a model to be run forward, with no student in sight; and its values."""
+    with _told_of_the_teacher():
+        source = ModelSection(path=section.teacher)
+        model, weights = build_model(source, vocabulary=0, eos_token_id=None, sequence_length=sequence_length, seed=0)
+        return CausalLM(model), weights
 
 
 def teacher_shell(

@@ -39,6 +39,10 @@ class Divergence:
         `student` and `teacher` are scores (tokens, vocabulary) of one floating type, which is computed in.
         """
         q, p = (torch.log_softmax(scores / self.temperature, dim=1) for scores in (student, teacher))
+        return self.of_logs(p, q, differentiate=differentiate)
+
+    def of_logs(self, p: Tensor, q: Tensor, *, differentiate: bool) -> tuple[Tensor, Tensor | None]:
+        """The same of log shares, softened already, the teacher's first; they are overwritten."""
         value, gradient = _FORMULAS[self.name](p, q, self.mixture, differentiate)
         return value.mul_(self.temperature**2), None if gradient is None else gradient.mul_(self.temperature)
 

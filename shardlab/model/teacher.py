@@ -91,14 +91,15 @@ class Distillation:
         self.run: Callable[[Mapping[str, Tensor]], Tensor] = teacher
         self.whole: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def describe(self) -> str:
-        """For people: what is compared with what."""
+    def describe(self, kept: int | None = None) -> str:
+        """For people: what is compared with what; `kept`: tokens of each position that a cache holds."""
         parameters = sum(parameter.numel() for parameter in self.teacher.parameters())
         mixture = "" if self.measure.name in ("forward_kl", "reverse_kl") else f", mixture {self.measure.mixture:g}"
         text = (
             f"teacher of {parameters / 1e6:.2f}M parameters: {self.weight:g} x {self.measure.name} at temperature "
             f"{self.measure.temperature:g}{mixture} + {1 - self.weight:g} x cross-entropy"
         )
+        text += f"; from its {kept} likeliest tokens and the share of the rest" if kept is not None else ""
         teacher, student = self.rows
         if teacher == student:
             return text

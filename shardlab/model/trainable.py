@@ -12,15 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlab.data.window import IGNORED
+from shardlab.data.window import IGNORED, TAUGHT
 from shardlab.errors import UserError
 from shardlab.model import attention, policies
+from shardlab.model.cached_teacher import CachedTeacher
 from shardlab.model.head import HeadLoss
 from shardlab.model.randomness import StepRandom
 from shardlab.model.saved import Saved, Shelves
 from shardlab.model.segments import Anatomy, Capture, capture, dissect, output_embeddings, output_transform
 from shardlab.model.teacher import Distillation, Teacher
 from shardlab.plan import Recompute
+
+_NO_INPUTS = frozenset({"targets", *TAUGHT})
 
 
 class Trainable(nn.Module):
@@ -42,7 +45,9 @@ class Trainable(nn.Module):
     architecture: str  # class name of the user's model
     generation_config: Any = None  # a Hugging Face model's own
     separates_documents = True  # whether documents in one row, by position_ids, do not see each other
-    distillation: Distillation | None = None  # in training a teacher is asked too; no submodule: see model/teacher.py
+    distillation: Distillation | CachedTeacher | None = (
+        None  # in training a teacher is asked too; no submodule: see model/teacher.py
+    )
 
     @property
     def last(self) -> nn.Module | None:
@@ -226,7 +231,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in batch.items() if name != "targets"}
+    return {name: tensor for name, tensor in batch.items() if name not in _NO_INPUTS}
 
 
 class Summed(Trainable):

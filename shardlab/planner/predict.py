@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardlab.backends import ddp_footprint, fsdp_footprint, plain_footprint, teacher_footprint, zero_footprint
 from shardlab.backends.placement import Setting, away_bytes, buffer_bytes, largest_away, moment
 from shardlab.backends.stream import footprint as stream_footprint
+from shardlab.data.window import TAUGHT
 from shardlab.model.shape import model_shape, teacher_shape
 from shardlab.model.trainable import Trainable
 from shardlab.plan import (
@@ -80,7 +81,7 @@ class Predictor:
         """Without `saving` nothing is known of what comes around the steps."""
         self.shape = model_shape(module)
         taught = module.distillation
-        self._teacher = None if taught is None else teacher_shape(taught.teacher)
+        self._teacher = None if taught is None or taught.teacher is None else teacher_shape(taught.teacher)
         self.block_class = type(module.blocks[0]).__name__ if module.blocks else ""
         self.loop = loop
         self.saving = saving
@@ -138,7 +139,9 @@ class Predictor:
 
     def _setting(self, plan: Plan) -> Setting:
         shape, timeline = self._shape(plan), self._timeline(plan)
-        found = Setting(shape, plan, self._states, timeline, self._accelerator, self.loop, self._teacher)
+        taught = sum(one.nbytes for name, one in self._batch(plan.micro_batch).items() if name in TAUGHT)
+        taught *= 1 if self._accelerator else plan.accumulation
+        found = Setting(shape, plan, self._states, timeline, self._accelerator, self.loop, self._teacher, taught)
         return replace(found, timeline=teacher_footprint.timeline(found))
 
     def _shape(self, plan: Plan) -> ModelShape:

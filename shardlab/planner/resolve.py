@@ -34,8 +34,11 @@ def resolve(recipe: Recipe, *, world_size: int) -> Plan:
         raise UserError(
             f"shard.backend stream is for one rank, and this job has {world_size}: start one, or set shard.backend=fsdp"
         )
-    if streamed and recipe.distill is not None:
-        raise UserError("distill: backend stream holds no teacher beside the model it trains; set shard.backend=ddp")
+    if streamed and recipe.distill is not None and recipe.distill.cache is None:
+        raise UserError(
+            "distill: backend stream holds no teacher beside the model it trains; give distill.cache a directory for "
+            "what it says, or set shard.backend=ddp"
+        )
     return Plan(
         backend=backend,
         world_size=world_size,

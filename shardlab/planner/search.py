@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from shardlab.data.tokenizer import nominal_vocabulary
+from shardlab.data.window import TAUGHT_IDS, TAUGHT_REST, TAUGHT_SHARES
 from shardlab.errors import UserError
 from shardlab.model.build import build_shell, teacher_shell
-from shardlab.model.trainable import make_trainable
+from shardlab.model.cached_teacher import CachedTeacher
+from shardlab.model.trainable import Trainable, make_trainable
 from shardlab.plan import BackendName, Footprint, Loop, ModelShape, Offload, Plan, Recompute
 from shardlab.planner.around import Saving
 from shardlab.planner.compiled import uncompilable
@@ -133,23 +135,31 @@ def predictor(recipe: Recipe, machine: Machine, vocabulary: int | None = None, l
         raise UserError("data.builder: a plan needs rows of known length; it is for language models so far")
     vocabulary = nominal_vocabulary(data.tokenizer) if vocabulary is None else vocabulary
 
-    shell = build_shell(recipe.model, vocabulary=vocabulary, sequence_length=data.sequence_length)
-    if recipe.distill is None:
-        module = make_trainable(shell) if loop == "shardlab" else PlainLoop(shell)
-    elif loop == "shardlab":
-        teacher = teacher_shell(recipe.distill, shell, vocabulary=vocabulary, sequence_length=data.sequence_length)
-        module = make_trainable(shell)
-        module.distillation = teacher
-    else:
-        raise UserError("distill is of our own loop; no plain one is planned with a teacher")
+    module = _module(recipe, vocabulary, loop)
+    taught = module.distillation
 
     def batch(micro_batch: int) -> dict[str, Tensor]:
         if loop != "shardlab":
             return plain_batch(micro_batch, data.sequence_length)
-        return row_shapes(micro_batch, data.sequence_length, packed=data.packing)
+        rows = row_shapes(micro_batch, data.sequence_length, packed=data.packing)
+        return {**rows, **taught_shapes(rows["input_ids"], taught.top_k)} if isinstance(taught, CachedTeacher) else rows
 
     saving = Saving.of(recipe) if loop == "shardlab" else None
     return Predictor(module, batch, recipe.train.optimizer, accelerator=machine.accelerator, loop=loop, saving=saving)
+
+
+def _module(recipe: Recipe, vocabulary: int, loop: Loop) -> Trainable:
+    """What is traced; no weights are read."""
+    section, length = recipe.distill, recipe.data.sequence_length
+    shell = build_shell(recipe.model, vocabulary=vocabulary, sequence_length=length)
+    if section is None:
+        return make_trainable(shell) if loop == "shardlab" else PlainLoop(shell)
+    if loop != "shardlab":
+        raise UserError("distill is of our own loop; no plain one is planned with a teacher")
+    teacher = teacher_shell(section, shell, vocabulary=vocabulary, sequence_length=length)
+    module = make_trainable(shell)
+    module.distillation = teacher if section.cache is None else CachedTeacher(teacher, section.cache_top_k)
+    return module
 
 
 def row_shapes(micro_batch: int, sequence_length: int, *, packed: bool) -> dict[str, Tensor]:
@@ -159,6 +169,12 @@ def row_shapes(micro_batch: int, sequence_length: int, *, packed: bool) -> dict[
         positions[:, sequence_length // 2 :] -= sequence_length // 2
     tokens = torch.zeros(micro_batch, sequence_length, dtype=torch.long)
     return {"input_ids": tokens, "targets": tokens, "position_ids": positions}
+
+
+def taught_shapes(tokens: Tensor, kept: int) -> dict[str, Tensor]:
+    """What a teacher's cache adds to it, of `kept` tokens each."""
+    ids = tokens.new_zeros(*tokens.shape, kept)
+    return {TAUGHT_IDS: ids.int(), TAUGHT_SHARES: ids.short(), TAUGHT_REST: tokens.int()}
 
 
 def assess(plan: Plan, predictor: Predictor, machine: Machine) -> Candidate:

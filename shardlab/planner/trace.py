@@ -46,7 +46,9 @@ class Tracer:
         if self._repeats:
             _keep_three(module)
         taught = module.distillation
-        self._holders: list[nn.Module] = [module, *([taught.teacher] if taught is not None else [])]
+        self._holders: list[nn.Module] = [module]
+        if taught is not None and taught.teacher is not None:
+            self._holders.append(taught.teacher)
         self._buffers = [dict(holder.named_buffers()) for holder in self._holders]
         self._originals = [dict(holder.named_parameters(remove_duplicate=False)) for holder in self._holders]
 

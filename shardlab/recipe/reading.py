@@ -30,6 +30,7 @@ _PATH_KEYS = (
     ("data", "cache_dir"),
     ("shard", "stream_directory"),
     ("distill", "teacher"),
+    ("distill", "cache"),
     ("shard", "offload", "directory"),
 )
 

@@ -24,6 +24,7 @@ from shardlab.backends.optimizer import like
 from shardlab.checkpoint import join
 from shardlab.data import MicroBatch, Window, windows_from_batches
 from shardlab.errors import UserError
+from shardlab.model.cached_teacher import CachedTeacher
 from shardlab.model.deferred import ModuleWeights, Weights
 from shardlab.model.qat import round_layers
 from shardlab.model.teacher import Distillation
@@ -157,9 +158,10 @@ class Engine:
         *,
         packed: bool = False,
         masks: Masks | None = None,
-        teacher: tuple[Distillation, Weights] | None = None,
+        teacher: tuple[Distillation, Weights] | CachedTeacher | None = None,
     ) -> None:
-        """Hand the model to the backend: from here on it is sharded. So is the `teacher` that it learns from.
+        """Hand the model to the backend: from here on it is sharded. So is the `teacher` that it learns from, unless
+        the windows bring what that says.
 
         What `masks` prune is zero from the start and after every update. Raises UserError where they are of another
         model, or the model or its teacher would get `packed` documents and can't keep them apart.
@@ -172,7 +174,7 @@ class Engine:
             self.module.compile_blocks()
         if packed:
             refuse_packing(self.module)
-            if teacher is not None:
+            if isinstance(teacher, tuple):
                 refuse_packing(teacher[0].teacher)
         self.module.train()
         self._tokenizer = tokenizer
@@ -185,9 +187,11 @@ class Engine:
         job = Job(self.module, self.plan, optimizer, self.topology, self._disk(), masks=self.masks)
         backend.prepare(job, weights)
         self._backend = backend
-        if teacher is not None:
+        if isinstance(teacher, tuple):
             backend.hold_teacher(*teacher)
             self.module.distillation = teacher[0]
+        elif teacher is not None:
+            self.module.distillation = teacher
         self.module.check_tie()
         self._check_buffers()
         if self.recipe.train.trackers:

@@ -15,12 +15,11 @@ from torch import nn
 
 from shardlab import __version__
 from shardlab.data import OwnData, PreparedData, Window, evaluation_batches, prepare
-from shardlab.data.tokenizer import refuse_other_tokens, tokenizer_directory
 from shardlab.errors import ExitCode, UserError
-from shardlab.model.build import build_model, build_teacher
+from shardlab.model.build import build_model
+from shardlab.model.cached_teacher import CachedTeacher
 from shardlab.model.deferred import Weights
 from shardlab.model.qat import command
-from shardlab.model.shape import teacher_shape
 from shardlab.model.teacher import Distillation
 from shardlab.planner import describe
 from shardlab.recipe import ModelSection, Recipe, dump_recipe
@@ -41,6 +40,7 @@ from shardlab.train.engine import Engine
 from shardlab.train.foresight import Foresight
 from shardlab.train.metrics import MetricsFile, Progress, spelled
 from shardlab.train.start import is_taken, taken_message
+from shardlab.train.teaching import teaching
 
 WARM_STEPS = 2  # the first steps make optimizer state and warm caches: left out of the throughput
 
@@ -81,16 +81,20 @@ def _train(
         if found is not None:
             check_resumption(found, engine, identity, reset_schedule=reset_schedule)
     model, weights = build_from_recipe(engine, data)
-    teacher = teacher_from_recipe(engine, data, model)
+    teacher = teaching(engine, data, model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     vocabulary = len(data.tokenizer) if data.tokenizer is not None else 0
     foresight = Foresight(recipe, engine.plan, engine.topology, vocabulary)
     if teacher is not None:
-        say(teacher[0].describe())
-        foresight.teacher = teacher_shape(teacher[0].teacher)
+        say(teacher.describe())
+        foresight.teacher = teacher.held
     engine.plan = foresight.choose(model)
     say(describe(engine.plan))
     engine.plan = foresight.fit(model, output, output / DIRECTORY)
+    taught = None
+    if teacher is not None:
+        claim(output, engine.topology, resume=resume, make=False)  # before the teacher speaks, which may take long
+        data, taught = teacher.prepare(engine, data, say)
     claim(output, engine.topology, resume=resume)
     # The plan is there before the weights: should the system kill a rank that makes them, it says what was foreseen.
     planned = dataclasses.asdict(engine.plan) | {FORESEEN: foresight.foreseen()}
@@ -98,12 +102,12 @@ def _train(
         _write_json(output / PLAN_FILE, planned)
     engine.meter.reset()
     try:
-        _setup(engine, data, model, weights, teacher)
+        _setup(engine, data, model, weights, taught)
     except UserError:  # refused after all: an empty directory is free for the next try
         if main and resume is None:
             (output / PLAN_FILE).unlink()
         raise
-    del model, weights, teacher
+    del model, weights, teacher, taught
     say("\n".join([f"{parameters / 1e6:.2f}M parameters; {data.size()} to train on", *data.report.lines()]))
     if engine.masks:
         say(f"{engine.masks.counted():,} pruned weights stay zero (model.keep_masks)")
@@ -180,12 +184,14 @@ def _say_nothing(text: str) -> None:
     """What ranks but the first tell people."""
 
 
-def setup_from_recipe(engine: Engine, data: PreparedData | OwnData) -> int:
-    """Build the recipe's model for the data's tokenizer and shard it. Returns its number of parameters."""
+def setup_from_recipe(engine: Engine, data: PreparedData | OwnData) -> PreparedData | OwnData:
+    """Build the recipe's model for the data's tokenizer and shard it. Returns the data, a teacher's words beside it."""
     model, weights = build_from_recipe(engine, data)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    _setup(engine, data, model, weights, teacher_from_recipe(engine, data, model))
-    return parameters
+    teacher, taught = teaching(engine, data, model), None
+    if teacher is not None:
+        data, taught = teacher.prepare(engine, data, _say_nothing)
+    _setup(engine, data, model, weights, taught)
+    return data
 
 
 def _setup(
@@ -193,12 +199,12 @@ def _setup(
     data: PreparedData | OwnData,
     model: nn.Module,
     weights: Weights,
-    teacher: tuple[Distillation, Weights] | None,
+    taught: tuple[Distillation, Weights] | CachedTeacher | None,
 ) -> None:
     packed = engine.recipe.data.packing and isinstance(data, PreparedData)
     masks = kept_masks(engine.recipe.model)
     engine.setup(
-        model, weights, engine.recipe.train.optimizer, data.tokenizer, packed=packed, masks=masks, teacher=teacher
+        model, weights, engine.recipe.train.optimizer, data.tokenizer, packed=packed, masks=masks, teacher=taught
     )
 
 
@@ -207,21 +213,6 @@ def kept_masks(section: ModelSection) -> Masks:
     if section.path is None or section.lora is not None or not section.keep_masks:
         return Masks()
     return Masks.read(Path(section.path))
-
-
-def teacher_from_recipe(
-    engine: Engine, data: PreparedData | OwnData, student: nn.Module
-) -> tuple[Distillation, Weights] | None:
-    """The teacher that the recipe asks for, and its values. Raises UserError where it reads a text otherwise."""
-    section = engine.recipe.distill
-    if section is None:
-        return None
-    if data.tokenizer is None:
-        raise UserError("distill is for language models, and data.builder's rows have no tokenizer")
-    theirs = tokenizer_directory(section.teacher, "distill.teacher")
-    refuse_other_tokens(theirs, data.tokenizer, section.teacher, "data.tokenizer")
-    length = engine.recipe.data.sequence_length
-    return build_teacher(section, student, vocabulary=len(data.tokenizer), sequence_length=length)
 
 
 def build_from_recipe(engine: Engine, data: PreparedData | OwnData) -> tuple[nn.Module, Weights]:
@@ -236,15 +227,15 @@ def build_from_recipe(engine: Engine, data: PreparedData | OwnData) -> tuple[nn.
     )
 
 
-def claim(output: Path, topology: Topology, *, resume: str | None = None) -> None:
+def claim(output: Path, topology: Topology, *, resume: str | None = None, make: bool = True) -> None:
     """Make the run's directory. Raises UserError on every rank if it holds anything: a run is never overwritten.
 
-    A run that resumes goes on in its own directory, unless it is finished.
+    A run that resumes goes on in its own directory, unless it is finished. Without `make` it is only looked at.
     """
     taken = torch.zeros(1, device=topology.device)
     if topology.is_main:
         taken[0] = is_taken(output, resume)
-        if not taken[0]:
+        if make and not taken[0]:
             output.mkdir(parents=True, exist_ok=True)
     if topology.world_size > 1:
         dist.broadcast(taken, 0)

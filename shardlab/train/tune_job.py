@@ -21,7 +21,7 @@ def main() -> None:
     recipe, file, steps = load_recipe(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     with Engine.from_recipe(recipe) as engine:
         data = prepare(engine.recipe.data)
-        setup_from_recipe(engine, data)
+        data = setup_from_recipe(engine, data)
         plan, topology = engine.plan, engine.topology
         windows = data.windows(
             global_batch_size=plan.global_batch_size,

@@ -35,6 +35,22 @@ def test_half_of_the_teacher_s_blocks_learn_from_the_whole(model: Path, text: Pa
     assert found.divergence < cut.divergence, "six steps bring it nearer to the teacher than the cut had left it"
 
 
+def test_from_a_cache(model: Path, text: Path, tmp_path: Path) -> None:
+    """Which the card says without the place; the second time the teacher does not speak."""
+    arguments = ("--layers", "1", "--cache", str(tmp_path / "said"))
+    ended = distill(model, tmp_path / "out", text, *arguments)
+    assert ended.code == 0, ended.err
+    assert "the teacher speaks of" in ended.out
+    card = read_card(tmp_path / "out" / "model")
+    assert card is not None
+    assert card["config"]["cache_top_k"] == 64
+    assert "cache" not in card["config"]
+    ended = distill(model, tmp_path / "again", text, "--student", str(tmp_path / "out-student"), *arguments[2:])
+    assert ended.code == 0, ended.err
+    assert "the teacher speaks of" not in ended.out
+    assert losses(tmp_path / "again") == losses(tmp_path / "out")
+
+
 def test_it_stops_and_goes_on(model: Path, text: Path, tmp_path: Path) -> None:
     """The student that was cut is not cut again; the whole run is that of one that was not stopped."""
     assert distill(model, tmp_path / "whole", text, "--layers", "1").code == 0

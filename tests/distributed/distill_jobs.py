@@ -1,16 +1,18 @@
 """A distillation on a given backend, and the module that holds student and teacher."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardlab.backends import zero_config
 from shardlab.backends.base import Backend
+from shardlab.data.window import TAUGHT_IDS, TAUGHT_REST, TAUGHT_SHARES, MicroBatch, Window
+from shardlab.model.cached_teacher import CachedTeacher, likeliest
 from shardlab.model.deferred import build_deferred
 from shardlab.model.divergence import Divergence
 from shardlab.model.teacher import distillation
@@ -33,6 +35,7 @@ class Lesson:
     weight: float = 0.7
     tied: bool = False
     rows: int = VOCABULARY  # of the teacher's head
+    kept: int | None = None  # tokens of each position, of what the teacher said before; None: it is there itself
 
 
 def teacher(*, tied: bool, rows: int) -> nn.Module:
@@ -67,10 +70,46 @@ def taught(lesson: Lesson) -> Iterator[tuple[Backend, Trainable, Topology]]:
     plan = make_plan(case, sequences(case.data))
     with prepared(model, weights, plan, settings(case), case.threshold) as (engine, trainable, topology):
         tutor, values = build_deferred(lambda: teacher(tied=lesson.tied, rows=lesson.rows), seed=1)
-        trainable.distillation = distillation(section(lesson), tutor, model, VOCABULARY)
+        found = distillation(section(lesson), tutor, model, VOCABULARY)
+        if lesson.kept is not None:
+            trainable.distillation = CachedTeacher(found, lesson.kept)
+            yield engine, trainable, topology
+            return
+        trainable.distillation = found
         with mock.patch.object(zero_config, "PERSISTENCE_THRESHOLD", case.threshold):
             engine.hold_teacher(trainable.distillation, values)
         yield engine, trainable, topology
+
+
+def spoken_of(lesson: Lesson, mine: Window) -> Window:
+    """The window, with what a cache of the teacher brings for it."""
+    if lesson.kept is None:
+        return mine
+    tutor = real(lambda: teacher(tied=lesson.tied, rows=lesson.rows), seed=1).eval()
+    batches = []
+    for batch in mine.micro_batches:
+        inputs = {name: value for name, value in batch.tensors.items() if name != "targets"}
+        with torch.no_grad():
+            scores = tutor(**inputs, use_cache=False).logits[..., :VOCABULARY]
+        ids, shares, rest = likeliest(scores.flatten(0, 1), lesson.kept, lesson.temperature)
+        shape = (*scores.shape[:2], -1)
+        said = {
+            TAUGHT_IDS: ids.int().view(shape),
+            TAUGHT_SHARES: shares.half().view(torch.int16).view(shape),
+            TAUGHT_REST: rest.view(torch.int32).view(scores.shape[:2]),
+        }
+        batches.append(MicroBatch({**batch.tensors, **said}, batch.index))
+    return Window(mine.step, tuple(batches), mine.tokens)
+
+
+def real(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A module whole in this process, by the values that a backend gives it."""
+    module, source = build_deferred(make, seed=seed)
+    for name, _ in list(module.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(source.tensor(name)))
+    module.tie_weights()  # type: ignore[operator]
+    return module
 
 
 @dataclass
@@ -91,13 +130,14 @@ def learn(lesson: Lesson) -> Learned:
     with taught(lesson) as (engine, trainable, topology):
         applied = []
         for step in range(case.steps):
-            mine = window(case.data, step, case.micro, topology.rank, topology.world_size)
+            mine = spoken_of(lesson, window(case.data, step, case.micro, topology.rank, topology.world_size))
             applied.append(engine.run_window(mine, case.lr))
             if step == 0:
                 engine.evaluate(mine.micro_batches)
         batches = window(case.data, 99, case.micro, topology.rank, topology.world_size).micro_batches
         assert trainable.distillation is not None
-        held = trainable.distillation.teacher.named_canonical()
+        there = trainable.distillation.teacher
+        held = [] if there is None else there.named_canonical()
         return Learned(
             losses=[one.loss_sum / one.tokens for one in applied],
             norms=[one.grad_norm for one in applied],
@@ -106,6 +146,15 @@ def learn(lesson: Lesson) -> Learned:
             fragments={fragment.name for fragment in engine.fragments()},
             after=whole(engine),
         )
+
+
+def in_shares(temperature: float, kept: int, student: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
+    """Log shares of the teacher's `kept` likeliest tokens and of the rest: the student's, and the teacher's."""
+    q, p = (torch.softmax(scores / temperature, 1) for scores in (student, said))
+    ids = p.topk(kept, dim=1).indices
+    both = (torch.cat([one.gather(1, ids), 1 - one.gather(1, ids).sum(1, keepdim=True)], 1) for one in (q, p))
+    first, second = (one.log() for one in both)
+    return first, second
 
 
 def _local(parameter: torch.Tensor) -> int:
@@ -119,14 +168,8 @@ def _local(parameter: torch.Tensor) -> int:
 def defined(lesson: Lesson) -> list[float]:
     """Losses by plain torch in one process: both models whole, one row of the batch after another, SGD by hand."""
     case = lesson.case
-    model, weights = build_deferred(lambda: MODELS[case.model](case.dropout), seed=0)
-    tutor, values = build_deferred(lambda: teacher(tied=lesson.tied, rows=lesson.rows), seed=1)
-    for module, source in ((model, weights), (tutor, values)):
-        for name, _ in list(module.named_parameters()):
-            owner, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(owner), leaf, nn.Parameter(source.tensor(name)))
-        module.tie_weights()  # type: ignore[operator]
-    tutor.eval()
+    model = real(lambda: MODELS[case.model](case.dropout), seed=0)
+    tutor = real(lambda: teacher(tied=lesson.tied, rows=lesson.rows), seed=1).eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
     measure, losses = Divergence(lesson.loss, lesson.temperature, section(lesson).mixed), []  # type: ignore[arg-type]
     for step in range(case.steps):
@@ -142,7 +185,12 @@ def defined(lesson: Lesson) -> list[float]:
             with torch.no_grad():
                 said = tutor(**one, use_cache=False).logits[0][valid][:, :VOCABULARY]
             hard = nn.functional.cross_entropy(scores, targets[valid], reduction="sum")
-            loss = (1 - lesson.weight) * hard + lesson.weight * divergence_of(measure, scores, said).sum()
+            if lesson.kept is not None:
+                scores_, said = in_shares(measure.temperature, lesson.kept, scores, said)
+                soft = divergence_of(replace(measure, temperature=1.0), scores_, said) * measure.temperature**2
+            else:
+                soft = divergence_of(measure, scores, said)
+            loss = (1 - lesson.weight) * hard + lesson.weight * soft.sum()
             (loss / counted).backward()
             total += loss.item() / counted
         losses.append(total)

@@ -12,6 +12,7 @@ from tests.distributed.models import VOCABULARY
 from tests.distributed.pool import Pools
 
 LESSON = Lesson(Case(steps=3, lr=1.0, clip=1.0))
+KEPT = replace(LESSON, kept=12)
 PADDED = replace(LESSON, rows=VOCABULARY + 7, loss="jsd")
 
 
@@ -50,6 +51,25 @@ def test_on_two_ranks_as_on_one(learn: Learn, backend: str) -> None:
         assert_close(result.norms, alone.norms, 1e-5)
         assert_close(result.evaluation, alone.evaluation, 1e-5)
     assert_tensors_agree(results[0].after, alone.after, tolerance=1e-5)
+
+
+def test_from_what_a_teacher_said_before_as_by_plain_torch(learn: Learn) -> None:
+    """But for fp16, in which shares are kept."""
+    assert_close(learn(KEPT)[0].losses, defined(KEPT), 1e-3)
+    assert learn(KEPT)[0].losses[0] < learn(LESSON)[0].losses[0]  # of fewer outcomes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_was_said_before_on_two_ranks_as_on_one(learn: Learn, backend: str, precision: str) -> None:
+    lesson = replace(KEPT, case=replace(KEPT.case, precision=precision))
+    alone = learn(lesson)[0]
+    result = learn(replace(lesson, case=replace(lesson.case, backend=backend, micro=2)), 2)[0]
+    tolerance = 1e-5 if precision == "fp32" else 2e-2
+    assert_close(result.losses, alone.losses, tolerance)
+    if precision == "fp32":
+        assert_close(result.norms, alone.norms, tolerance)
+        assert_tensors_agree(result.after, alone.after, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

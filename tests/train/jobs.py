@@ -45,10 +45,9 @@ def engine_of(recipe: Path, *overrides: str) -> tuple[Engine, WindowLoader]:
     engine = Engine.from_recipe(recipe, overrides=overrides)
     data = prepare_data(engine.recipe.data)
     with mock.patch.object(zero_config, "PERSISTENCE_THRESHOLD", 0):
-        setup_from_recipe(engine, data)
+        taught = setup_from_recipe(engine, data)
     plan, topology = engine.plan, engine.topology
-    loader = WindowLoader(
-        data.train,
+    loader = taught.windows(
         global_batch_size=plan.global_batch_size,
         micro_batch=plan.micro_batch,
         rank=topology.rank,

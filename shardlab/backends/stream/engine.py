@@ -83,7 +83,7 @@ class StreamBackend:
 
     def hold_teacher(self, distillation: Distillation, weights: Weights) -> None:
         """See `Backend.hold_teacher`."""
-        raise UserError("distill: backend stream holds no teacher beside the model it trains; set shard.backend=ddp")
+        raise UserError("distill: backend stream holds no teacher beside the model it trains: set distill.cache")
 
     def run_window(self, window: Window, lr: float) -> Applied:
         """See `Backend.run_window`."""

@@ -137,7 +137,9 @@ def _head(setting: Setting, layout: Layout, window: Window, span: Span) -> list[
     passing = min(CHUNK_TOKENS, window.tokens) * rows * FP32 * _SCORES
     product = rows * _width(setting.model) * size if size == BF16 else 0
     gradient = window.hidden // size * FP32
-    return [{"activations": 2 * window.hidden, "head": window.hidden + gradient, "temporaries": passing + product}]
+    said = 3 * setting.taught  # joined over the window, with the student's scores of the same tokens
+    head = window.hidden + gradient + said
+    return [{"activations": 2 * window.hidden, "head": head, "temporaries": passing + product}]
 
 
 def _passing(span: Span) -> Bytes:

@@ -18,9 +18,12 @@ from shardlab.backends.stream.boundaries import Boundaries
 from shardlab.backends.stream.layout import Layout, Segment
 from shardlab.backends.stream.pipeline import Pipeline
 from shardlab.backends.stream.spill import Spill
+from shardlab.backends.stream.taught import RowwiseTargets
 from shardlab.backends.stream.vocabulary import RowwiseLoss, UsedRows, embed
 from shardlab.errors import UserError
+from shardlab.model.cached_teacher import CachedTargets
 from shardlab.model.segments import Capture
+from shardlab.model.teacher import Distillation
 from shardlab.model.trainable import CausalLM
 
 Visits = Iterator[tuple[Segment, Tensor]]
@@ -182,7 +185,7 @@ class Pass:
                 self._enter(i)
                 on.module.random.enter(len(on.module.blocks) + 1)
                 value = hidden[i].detach().requires_grad_(train)
-                objective = tail(value, batch["targets"], self.denominator)
+                objective = tail(value, batch["targets"], self.denominator, self._soft(batch, train=train))
                 self.loss += objective.detach()
                 if train:
                     objective.backward()
@@ -204,7 +207,8 @@ class Pass:
         tail = on.module.tail
         with torch.no_grad():
             normed = torch.cat([_normed(tail.norms, one).flatten(0, 1) for one in hidden])
-            loss = RowwiseLoss(tail, normed, torch.cat([batch["targets"].flatten() for batch in self.batches]))
+            targets = torch.cat([batch["targets"].flatten() for batch in self.batches])
+            loss = RowwiseLoss(tail, normed, targets, self._rowwise_soft(normed, train=train))
             for _ in on.layout.head:
                 segment, weights = next(visits)
                 loss.see(segment.rows(), _as_rows(segment, weights))
@@ -229,6 +233,16 @@ class Pass:
         assert loss.gradient is not None
         parts = loss.gradient.split([one.shape[:-1].numel() for one in hidden])
         return [self._through_norms(one, part.view(one.shape)) for one, part in zip(hidden, parts, strict=True)]
+
+    def _soft(self, batch: Mapping[str, Tensor], *, train: bool) -> CachedTargets | None:
+        """What a teacher's cache says of a micro-batch; evaluations are of the text alone."""
+        taught = self.on.module.distillation
+        assert not isinstance(taught, Distillation)
+        return taught.look(batch) if train and taught is not None else None
+
+    def _rowwise_soft(self, normed: Tensor, *, train: bool) -> RowwiseTargets | None:
+        parts = [soft for batch in self.batches if (soft := self._soft(batch, train=train)) is not None]
+        return RowwiseTargets(parts, normed.device) if parts else None
 
     def _through_norms(self, hidden: Tensor, gradient: Tensor) -> Tensor:
         with torch.enable_grad():

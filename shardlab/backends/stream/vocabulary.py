@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from shardlab.backends.stream.taught import RowwiseTargets
 from shardlab.data.window import IGNORED
 from shardlab.model.head import HeadLoss
 from shardlab.model.segments import Capture
@@ -79,8 +80,11 @@ class RowwiseLoss:
     (tokens,). Afterwards `gradient` (tokens, width) is that of the hidden states, fp32.
     """
 
-    def __init__(self, head: HeadLoss, hidden: Tensor, targets: Tensor):
+    def __init__(self, head: HeadLoss, hidden: Tensor, targets: Tensor, soft: RowwiseTargets | None = None):
+        """With `soft` a token's loss is as `HeadLoss` has it."""
         self._head = head
+        self._soft = soft
+        self._hard = 1.0 if soft is None else 1 - soft.weight
         self._hidden = hidden
         self._targets = targets
         self._valid = targets != IGNORED
@@ -98,10 +102,16 @@ class RowwiseLoss:
             inside, places = self._targets_inside(part, rows)
             picked = scores.gather(1, places.unsqueeze(1)).squeeze(1)
             self._target_scores[part] += picked * inside
+            if self._soft is not None:
+                self._soft.see(part, rows, scores)
 
     def total(self) -> Tensor:
         """The summed loss of the valid targets, when all rows were seen."""
         losses = (self._normalizer - self._target_scores) * self._valid
+        if self._soft is not None:
+            losses = self._hard * losses + self._soft.weight * self._soft.values(self._head.chunks(len(losses))).where(
+                self._valid, 0
+            )
         return losses.sum(dtype=torch.float64 if losses.device.type != "mps" else torch.float32)
 
     def differentiate(
@@ -115,9 +125,15 @@ class RowwiseLoss:
         for part in head.chunks(len(self._targets)):
             scores = self._scores(part, rows, weights)
             slope = None if head.softcap is None else 1 - (scores / head.softcap).square()
+            soft = None if self._soft is None else self._soft.differentiate(part, rows, scores)
             gradient = scores.sub_(self._normalizer[part].unsqueeze(1)).exp_()
             inside, places = self._targets_inside(part, rows)
             gradient.scatter_add_(1, places.unsqueeze(1), -inside.to(gradient.dtype).unsqueeze(1))
+            if self._soft is not None:
+                gradient.mul_(self._hard)
+            if self._soft is not None and soft is not None:
+                soft.masked_fill_(~self._valid[part].unsqueeze(1), 0)
+                gradient[:, : soft.shape[1]].add_(soft, alpha=self._soft.weight)
             gradient.mul_(share[part].unsqueeze(1))
             if slope is not None:
                 gradient.mul_(slope)

@@ -2,11 +2,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from shardlab.recipe.sections.base import Fraction, Section
 
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl"]
+_FROM_SHARES = ("forward_kl", "skew_kl")
 _MIXTURES: dict[str, float] = {"jsd": 0.5, "skew_kl": 0.1, "skew_reverse_kl": 0.1}
 
 
@@ -24,10 +25,24 @@ class DistillSection(Section):
     mixture: Annotated[float, Field(gt=0, lt=1)] | None = None
     """What jsd and the skew divergences mix in; null is 0.5 for jsd and 0.1 for a skew."""
 
+    cache: str | None = None
+    """A directory for the teacher's likeliest tokens, written once; from then on no teacher is in memory."""
+    cache_top_k: PositiveInt = 64
+    """Tokens kept of each position; the share of all others is kept as one."""
+
     @model_validator(mode="after")
     def _mixture_of_what_mixes_nothing(self) -> "DistillSection":
         if self.mixture is not None and self.loss not in _MIXTURES:
             raise ValueError(f"mixture is for {', '.join(_MIXTURES)}; {self.loss} has none: set it to null")
+        return self
+
+    @model_validator(mode="after")
+    def _cache_of_what_is_not_kept(self) -> "DistillSection":
+        if self.cache is not None and self.loss not in _FROM_SHARES:
+            raise ValueError(
+                f"{self.loss} asks what the teacher says of the student's likely tokens, and a cache keeps the "
+                f"teacher's: with cache the loss is {' or '.join(_FROM_SHARES)}; else set cache to null"
+            )
         return self
 
     @property
