@@ -249,6 +249,7 @@ def _engine(work: Work, config: Path) -> Any:
             "steps": 1000,
             "optimizer": {"lr": LEARNING_RATE, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY},
             "schedule": {"name": "constant", "warmup_steps": WARMUP},
+            **work.train,
         },
         "shard": {"backend": "ddp", "micro_batch": work.micro_batch, **work.shard},
     }

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -19,8 +20,8 @@ from typing import Any
 class Work:
     """What there is to do; `micro_batch` (sequences) and `accumulation` are a rank's.
 
-    `model` is a config of transformers; `shard` and `ours` are sections of our recipe: `shard`, and `model` beside the
-    config. With `bound` the rate of matrix products is measured before each turn.
+    `model` is a config of transformers; `shard`, `train` and `ours` are of our recipe: two sections, and what `model`
+    has beside the config. With `bound` the rate of matrix products is measured before each turn.
     """
 
     model: Mapping[str, Any]
@@ -31,6 +32,7 @@ class Work:
     ranks: int = 1
     bound: bool = False
     shard: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
     ours: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -49,7 +51,8 @@ class Turn:
     """A few steps of one contestant, per step.
 
     Seconds are the slowest rank's, CPU seconds all ranks'; the loss is the last step's. `products` is floating-point
-    operations per second in matrix products of all ranks at once, `cpu_products` the same per CPU-second.
+    operations per second in matrix products of all ranks at once, `cpu_products` the same per CPU-second; `peak_bytes`
+    the largest rank's memory so far, with its libraries.
     """
 
     seconds: float
@@ -57,6 +60,7 @@ class Turn:
     loss: float | None
     products: float = 0.0
     cpu_products: float = 0.0
+    peak_bytes: float = 0.0
 
 
 class Contestant:
@@ -96,6 +100,7 @@ class Contestant:
             turns[0].loss,
             sum(turn.products for turn in turns),
             sum(turn.cpu_products for turn in turns) / len(turns),
+            max(turn.peak_bytes for turn in turns),
         )
 
     def _answers(self) -> list[Turn]:
@@ -148,7 +153,7 @@ class Turns:
         if self._left == 0:
             seconds, cpu = time.perf_counter() - self._started, time.process_time() - self._cpu_started
             last = None if loss is None else float(loss)
-            self._wait(Turn(seconds / self._block, cpu / self._block, last, *self._products))
+            self._wait(Turn(seconds / self._block, cpu / self._block, last, *self._products, _peak_bytes()))
 
     def _wait(self, turn: Turn) -> None:
         print(json.dumps(vars(turn)), file=self._answers, flush=True)
@@ -157,6 +162,16 @@ class Turns:
         self._left = self._block
         self._products = products(self.work) if self.work.bound else (0.0, 0.0)
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
+
+
+def _peak_bytes() -> float:
+    """Anonymous and shared pages of this process at the most; 0 where the system does not tell."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    sizes = {words[0]: int(words[1]) * 1024 for line in lines if (words := line.split())[-1:] == ["kB"]}
+    return float(sizes["VmHWM:"] - sizes["RssFile:"])
 
 
 def products(work: Work, repetitions: int = 6) -> tuple[float, float]:

@@ -100,6 +100,15 @@ def test_train_speed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_scaling(tmp_path: Path) -> None:
+    options = ("--size", "tiny", "--names", "shardlab train", "--results", str(tmp_path / "turns.jsonl"))
+    rows = report("scaling.py", *options)["rows"]
+    assert [row["point"] for row in rows] == ["16", "32", "64"]
+    first, second, third = (row["peak MiB"] for row in rows)
+    assert third / rows[2]["MiB of line"] == pytest.approx(first + (second - first) * 3)
+
+
+@pytest.mark.slow
 def test_sharding_cost(tmp_path: Path) -> None:
     options = ("--model", "tiny", "--precisions", "fp32", "--rounds", "1", "--block", "1")
     names = ("--names", "ddp", "fsdp", "fsdp through gloo", "--results", str(tmp_path / "turns.jsonl"))
