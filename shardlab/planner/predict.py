@@ -269,7 +269,8 @@ def _process(peak: Moment, plan: Plan, *, accelerator: bool, loop: Loop) -> Foot
     """The process around the tensors: scratch of kernels, memory that malloc keeps for itself, whole pages."""
     term, libraries = _term(plan, accelerator=accelerator, loop=loop), _PROCESS["libraries"]
     host = libraries["zero"] if plan.backend.startswith("zero") else libraries["other"]
-    kept = round(term["passing_share"] * _passing(peak))  # in holes between blocks; up to half of it was seen to be less
+    # In holes between blocks; up to half of it was seen to be less.
+    kept = round(term["passing_share"] * _passing(peak))
     spread = round(term["spread_bytes"] + term["spread_share"] * peak.total)
     middle = peak.total + round(term["bytes"]) + kept
     return Footprint(
