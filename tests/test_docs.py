@@ -1,13 +1,19 @@
 """What the README and the docs say is run or compared, so that it stays true."""
 
 import importlib.util
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.train.support import shardlab
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,10 +28,34 @@ def blocks_of(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
+class Workplace:
+    """A directory in which snippets run one after another, as a reader's would; a line that two pages share runs once.
+
+    `my.yaml` is what `shardlab init` writes, but for a smaller batch.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._said: dict[str, str] = {}
+
+    def follow(self, script: str) -> str:
+        """What its commands say."""
+        lines = script.splitlines()
+        for line in lines:
+            if line not in self._said:
+                self._said[line] = run(["bash", "-euo", "pipefail", "-c", line], self.directory)
+                if line.startswith("shardlab init"):
+                    recipe = self.directory / "my.yaml"
+                    written = recipe.read_text(encoding="utf-8")
+                    assert "global_batch_size: 32 " in written
+                    recipe.write_text(written.replace("global_batch_size: 32 ", "global_batch_size: 8 "))
+        return "".join(self._said[line] for line in lines)
+
+
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory in which the README's snippets run one after another, as a reader's would."""
-    return tmp_path_factory.mktemp("readme")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """The README's; the page about checkpoints goes on from there."""
+    return Workplace(tmp_path_factory.mktemp("readme"))
 
 
 def run(command: list[str], directory: Path) -> str:
@@ -35,16 +65,18 @@ def run(command: list[str], directory: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
-def test_the_readmes_snippets_run_in_order(workplace: Path) -> None:
+def test_the_readmes_snippets_run_in_order(workplace: Workplace) -> None:
+    directory = workplace.directory
     for script in blocks("bash"):
-        run(["bash", "-euo", "pipefail", "-c", script], workplace)
-    assert (workplace / "runs/small/model/config.json").is_file()
+        workplace.follow(script)
+    assert (directory / "runs/small/model/config.json").is_file()
     for number, snippet in enumerate(blocks("python")):
-        file = workplace / f"snippet_{number}.py"
+        file = directory / f"snippet_{number}.py"
         file.write_text(snippet, encoding="utf-8")
-        run([sys.executable, file.name], workplace)
-    assert (workplace / "my-model/model.safetensors").is_file()
+        run([sys.executable, file.name], directory)
+    assert (directory / "my-model/model.safetensors").is_file()
 
 
 def test_the_readmes_recipes_are_valid() -> None:
@@ -74,6 +106,7 @@ def test_the_recipe_page_is_what_the_code_says() -> None:
     assert module.PAGE.read_text(encoding="utf-8") == module.page(), "run python docs/generate_recipe.py"
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_the_own_loops_script_learns_the_same_before_and_after_its_five_lines(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -100,6 +133,7 @@ def test_the_own_loops_script_learns_the_same_before_and_after_its_five_lines(tm
     _valid(groups)
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
 def test_the_watching_pages_snippets_work(tmp_path: Path) -> None:
     (recipe,) = blocks_of("watching.md", "yaml")
@@ -116,8 +150,21 @@ def test_the_watching_pages_snippets_work(tmp_path: Path) -> None:
     assert (tmp_path / "runs/watched/model/model.safetensors").is_file()
 
 
+def shipped_figures() -> dict[str, Any]:
+    """Of the machine whose rates come with shardlab, kept as if they were this one's."""
+    from shardlab.planner import calibration
+
+    shipped = resources.files("shardlab.planner").joinpath("calibration.json").read_text(encoding="utf-8")
+    figures: dict[str, Any] = json.loads(shipped)
+    calibration.write({name: figures[name] for name in ("accelerator", "load", "ranks", "disk")})
+    return figures
+
+
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
 def test_the_planning_pages_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardlab.doctor import calibrate
+
     monkeypatch.setenv("SHARDLAB_CACHE", str(tmp_path / "cache"))  # this machine's own calibration is left alone
     (tmp_path / "text.txt").write_text("alpha beta gamma " * 400, encoding="utf-8")
     data = "data: {files: [text.txt], tokenizer: bytes, sequence_length: 32}"
@@ -129,12 +176,17 @@ def test_the_planning_pages_commands_work(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "my-model/config.json").write_text(config, encoding="utf-8")
     planning, trying = blocks_of("planning.md", "bash")
     assert "fastest that fits" in run(["bash", "-euo", "pipefail", "-c", planning], tmp_path)
-    said = run(["bash", "-euo", "pipefail", "-c", trying], tmp_path)
-    assert f"kept in {tmp_path / 'cache/calibration.json'}" in said
+    calibration, *trying = trying.splitlines()
+    monkeypatch.setattr(calibrate, "calibrate", shipped_figures)  # the measuring is tests/doctor/test_calibrate.py's
+    ended = shardlab(*shlex.split(calibration, comments=True)[1:])
+    assert ended.code == 0, ended.err
+    assert f"kept in {tmp_path / 'cache/calibration.json'}" in ended.out
+    said = run(["bash", "-euo", "pipefail", "-c", "\n".join(trying)], tmp_path)
     assert "wrote recipe-tuned.yaml" in said
     assert (tmp_path / "runs/recipe-tuned/model/config.json").is_file()
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_the_export_pages_command_works(tmp_path: Path) -> None:
     from tests.export.models import bpe_tokenizer, needs, save_model
 
@@ -148,6 +200,7 @@ def test_the_export_pages_command_works(tmp_path: Path) -> None:
     assert "times as fast" in said
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_the_compress_pages_commands_work(tmp_path: Path) -> None:
     from tests.export.models import bpe_tokenizer, save_model
 
@@ -182,15 +235,16 @@ def _valid(text: str) -> None:
     Recipe.from_dict(yaml.safe_load(text))
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
-def test_the_checkpoint_pages_snippets_work(tmp_path: Path) -> None:
-    run(["shardlab", "init", "my.yaml"], tmp_path)
+def test_the_checkpoint_pages_snippets_work(workplace: Workplace) -> None:
+    workplace.follow(blocks("bash")[0].splitlines()[0])
     (recipe,) = blocks_of("checkpoints.md", "yaml")
     (script,) = blocks_of("checkpoints.md", "bash")
     (snippet,) = blocks_of("checkpoints.md", "python")
     _valid(recipe)
-    said = run(["bash", "-euo", "pipefail", "-c", script], tmp_path)
+    said = workplace.follow(script)
     assert "resumed from runs/long/checkpoints/step-00000005: step 5, saved by ddp" in said
     before = blocks("python")[0].split("engine = ")[0]
-    (tmp_path / "mine.py").write_text(before + snippet, encoding="utf-8")
-    run([sys.executable, "mine.py"], tmp_path)
+    (workplace.directory / "mine.py").write_text(before + snippet, encoding="utf-8")
+    run([sys.executable, "mine.py"], workplace.directory)

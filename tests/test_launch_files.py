@@ -16,7 +16,6 @@ from tests.train.support import free_port
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
 ACCELERATE = sorted((LAUNCH / "accelerate").glob("*.yaml"))
-BIN = Path(sys.executable).parent
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def recipe(tmp_path: Path) -> Path:
 def run(command: list[str], tmp_path: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         "SHARDLAB_CACHE": str(tmp_path / "cache"),
         **extra,
@@ -61,6 +60,7 @@ def test_accelerate_reads_the_file_and_means_several_processes(file: Path) -> No
         assert (ROOT / config.deepspeed_config["deepspeed_config_file"]).is_file()
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "fsdp", "zero2"])
 def test_the_cpu_files_start_two_ranks_of_our_program(backend: str, recipe: Path, tmp_path: Path) -> None:
@@ -74,6 +74,7 @@ def test_the_cpu_files_start_two_ranks_of_our_program(backend: str, recipe: Path
     assert len(losses(output)) == 2
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
 def test_torchrun_sh_starts_the_ranks_of_one_host(recipe: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"

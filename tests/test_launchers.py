@@ -192,7 +192,7 @@ class Job:
             model={"builder": f"tests.train.builders:{builder}"},
             shard={"micro_batch": 1, "backend": backend},
         )
-        command = [*COMMAND, "train", str(recipe), "--output", str(directory / "run"), "--nproc", "2"]
+        command = [sys.executable, *MODULE, "train", str(recipe), "--output", str(directory / "run"), "--nproc", "2"]
         environment = {**os.environ, JOB_VARIABLE: self._name, MARK_VARIABLE: str(self._mark)}
         with self._err.open("wb") as err:
             self.launcher = subprocess.Popen(
@@ -258,6 +258,7 @@ def job(tmp_path: Path) -> Iterator[StartJob]:
         one.clean_up()
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize(
     ("builder", "backend", "code", "last_line"),
     [
@@ -288,6 +289,7 @@ def test_a_rank_that_fails_in_training_ends_the_job(
     assert failing.errors.count("Traceback (most recent call last)") == (builder == "raises_on_rank_1")
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_terminating_the_launcher_in_training_leaves_no_process(job: StartJob) -> None:
     """https://github.com/deepspeedai/DeepSpeed/issues/1016: an interrupted job left its ranks behind."""
     running = job("stays_in_step_2")

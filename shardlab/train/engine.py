@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardlab.backends import Job, make_backend
-from shardlab.backends.base import Backend, OptimizerSettings, all_reduce_sum, fingerprint
+from shardlab.backends.base import Backend, OptimizerSettings, all_reduce_sum
 from shardlab.backends.masked import MaskedWeights, zero_pruned
 from shardlab.backends.optimizer import like
 from shardlab.checkpoint import join
-from shardlab.data import MicroBatch, Window, windows_from_batches
+from shardlab.data import MicroBatch, Window
 from shardlab.errors import UserError
 from shardlab.model.cached_teacher import CachedTeacher
 from shardlab.model.deferred import ModuleWeights, Weights
 from shardlab.model.qat import round_layers
 from shardlab.model.teacher import Distillation
-from shardlab.model.trainable import Trainable, holds_packed_documents, make_trainable, refuse_packing
+from shardlab.model.trainable import Trainable, make_trainable, refuse_packing
 from shardlab.plan import Plan
 from shardlab.recipe import ModelSection, Recipe, load_recipe
 from shardlab.runtime.environment import apply_in_process
@@ -44,7 +44,9 @@ from shardlab.train.checkpointing import (
     own_loop_identity,
     restore,
 )
+from shardlab.train.checks import check_buffers, check_changed, check_documents
 from shardlab.train.meter import MemoryMeter
+from shardlab.train.own_batches import batches_of, windows_of
 from shardlab.train.schedules import learning_rate
 from shardlab.train.start import RUNS, check, free_name
 from shardlab.train.stream_files import stream_directory
@@ -193,7 +195,7 @@ class Engine:
         elif teacher is not None:
             self.module.distillation = teacher
         self.module.check_tie()
-        self._check_buffers()
+        check_buffers(self.module, self.topology)
         if self.recipe.train.trackers:
             directory = self.output
             if self.topology.is_main:
@@ -215,17 +217,6 @@ class Engine:
         if self._backend is None:
             raise RuntimeError("the engine has no model yet: call prepare")
         return self._backend
-
-    def _check_buffers(self) -> None:
-        """Rotary frequencies and the like are computed on every rank: one that differs would be wrong in silence."""
-        names = [name for name, _ in self.module.named_buffers()]
-        prints = torch.tensor([fingerprint(buffer) for _, buffer in self.module.named_buffers()], dtype=torch.float64)
-        mine = prints.to(self.topology.device)
-        first = all_reduce_sum(mine * self.topology.is_main, self.topology)
-        unlike = (mine != first).to(torch.float64)
-        for name, ranks in zip(names, all_reduce_sum(unlike, self.topology).tolist(), strict=True):
-            if ranks:
-                raise RuntimeError(f"the buffer {name} is not the same on all ranks")
 
     def prepare(
         self,
@@ -256,28 +247,13 @@ class Engine:
         self.setup(model, ModuleWeights(model), settings, masks=Masks.of(masks or {}))
         optimizer.state.clear()
         optimizer.param_groups.clear()
-        return self.module, self.backend.optimizer, self._windows_to_train(loader)
+        return self.module, self.backend.optimizer, self._windows(loader)
 
-    def _windows_to_train(self, loader: Iterable[Mapping[str, Tensor]]) -> Iterator[Window]:
+    def _windows(self, loader: Iterable[Mapping[str, Tensor]]) -> Iterator[Window]:
         """Of a run that goes on, those that are left: what was trained on is read and passed over."""
-        accumulation, done = self.plan.accumulation, self.steps_done
-        yield from self._windows(islice(loader, done * accumulation, None), accumulation, start_step=done)
-
-    def _windows(
-        self, loader: Iterable[Mapping[str, Tensor]], accumulation: int, start_step: int = 0
-    ) -> Iterator[Window]:
-        return windows_from_batches(
-            loader,
-            start_step=start_step,
-            accumulation=accumulation,
-            rank=self.topology.rank,
-            world_size=self.topology.world_size,
-            all_reduce=self._sum_integers if self.topology.world_size > 1 else None,
-        )
-
-    def _sum_integers(self, values: Tensor) -> None:
-        moved = values.to(self.topology.device)
-        values.copy_(all_reduce_sum(moved, self.topology))
+        accumulation, done = self.plan.accumulation, self.steps_done  # of the moment when the first is asked for
+        left = islice(loader, done * accumulation, None)
+        yield from windows_of(left, self.topology, accumulation=accumulation, start_step=done)
 
     def step(self, window: Window) -> float | None:
         """Forward, token-weighted loss, backward, clip, update. The loss; see `run` for the rest."""
@@ -288,7 +264,7 @@ class Engine:
         started, lr = time.perf_counter(), self.learning_rate()
         loss, norm, skipped = None, None, True
         if window.tokens:  # without any, an update would still decay the weights; every rank knows it without asking
-            self._check_documents(window.micro_batches)
+            check_documents(self.module, window.micro_batches)
             try:
                 applied = self.backend.run_window(window, lr)
             except RuntimeError as error:
@@ -298,7 +274,7 @@ class Engine:
             self.applied += not skipped
             self.nonfinite_steps += skipped
             if self.applied == 1 and not skipped:
-                self._check_changed(lr)
+                check_changed(self.module, self.backend.unchanged_parameters(), self.masks, lr)
         self.steps_done = window.step + 1
         seconds = time.perf_counter() - started
         peak_bytes = self.meter.peak_bytes() if self.callbacks else None
@@ -318,42 +294,22 @@ class Engine:
         train = self.recipe.train
         return learning_rate(train.schedule, peak=self.peak_learning_rate, applied=self.applied, steps=train.steps)
 
-    def _check_changed(self, lr: float) -> None:
-        shapes, names = self.module.shapes, self.backend.unchanged_parameters()
-        unchanged = [name for name in names if self.masks.frees(name, shapes[name])]
-        if unchanged:
-            raise RuntimeError(
-                f"the first step, at learning rate {lr:g}, did not change {len(unchanged)} of the trainable tensors "
-                f"though they have a gradient, among them {unchanged[0]}: the optimizer does not hold them, or the "
-                "rate is below what fp32 can add"
-            )
-
     def evaluate(self, batches: Iterable[MicroBatch] | Iterable[Mapping[str, Tensor]]) -> tuple[float, int]:
         """(mean loss per token, tokens) over all ranks' batches, without dropout.
 
         Either micro-batches, of which every rank brings the same number, or a user's own batches, as `prepare` takes
         them, of which each rank has as many as it likes.
         """
-        loss_sum, tokens = self.backend.evaluate(self._micro_batches(batches))
+        loss_sum, tokens = self.backend.evaluate(self._checked(batches))
         found = Evaluation(self.steps_done, loss_sum / tokens if tokens else math.nan, tokens)
         for callback in self.callbacks:
             callback.on_evaluate(self, found)
         return found.loss, found.tokens
 
-    def _micro_batches(self, batches: Iterable[MicroBatch] | Iterable[Mapping[str, Tensor]]) -> Iterator[MicroBatch]:
-        source: Iterator[Any] = iter(batches)
-        first = next(source, None)
-        source = chain([] if first is None else [first], source)
-        if not isinstance(first, MicroBatch):
-            source = chain.from_iterable(window.micro_batches for window in self._windows(source, accumulation=1))
-        for batch in source:
-            self._check_documents([batch])
+    def _checked(self, batches: Iterable[MicroBatch] | Iterable[Mapping[str, Tensor]]) -> Iterator[MicroBatch]:
+        for batch in batches_of(batches, self.topology):
+            check_documents(self.module, [batch])
             yield batch
-
-    def _check_documents(self, batches: Iterable[MicroBatch]) -> None:
-        """Rows of a user's own may hold several documents, or text behind padding, whatever the recipe says."""
-        if not self.module.separates_documents and any(holds_packed_documents(batch.tensors) for batch in batches):
-            refuse_packing(self.module)
 
     def save(self, directory: str | Path | None = None, tokenizer: Any = None) -> Path:
         """Write a Hugging Face model directory (or an adapter directory), tensor by tensor. Every rank calls this.

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 ROOT = Path(__file__).parents[2]
 FORM = {"title", "hardware", "versions", "command", "load", "rows", "targets", "notes"}
 

@@ -29,6 +29,7 @@ def test_work_is_counted_as_the_planner_counts_it() -> None:
     assert len(runs) == 4  # one to warm up, three timed
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_a_calibration_is_what_plans_go_by(cache: Path) -> None:
     """Before: another machine's figures, with a wider error. After: its own, also for more ranks than it measured."""
     before = this_machine(1).rates

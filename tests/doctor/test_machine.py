@@ -128,6 +128,7 @@ def test_without_a_lock_it_says_where_it_has_looked(environment: dict[str, str],
 # The two-rank self-test.
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
 def test_every_backend_takes_one_step() -> None:
     """https://github.com/pytorch/pytorch/issues/162338: a reduce-scatter that sums where it should average."""

@@ -55,6 +55,7 @@ def ranks_of_the_pool(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "RankJob", lambda *given, **named: nullcontext(Job(*given, **named)))
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
 def test_a_recipe_and_a_ds_config_that_say_the_same(tmp_path: Path) -> None:
     """FSDP2 with micro-batch 1 beside ZeRO-3 with micro-batch 2, each with the same AdamW.
@@ -92,6 +93,7 @@ def test_a_model_of_another_family_and_two_precisions(tmp_path: Path) -> None:
     assert any("precision: fp32 (train.precision)" in line for line in verdict.lines())
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
 def test_what_deepspeed_refuses_is_blamed_on_its_file(tmp_path: Path) -> None:
     recipe, ds = write(tmp_path, recipe=RECIPE, ds=ds_config(zero_optimization={"stage": 2, "no_such_key": 1}))

@@ -63,6 +63,7 @@ def test_what_each_format_has_lost(formats: dict[str, Path], text: Path) -> None
     assert (back.loss_before, back.loss_after) == (lost["gguf"].loss_after, pytest.approx(lost["onnx"].loss_after))
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize("name", ["hf", "gguf", "onnx"])
 def test_speed(name: str, formats: dict[str, Path]) -> None:
     speed = measure_speed(formats[name], SpeedConfig(prompt_tokens=16, new_tokens=4, repeats=2, threads=1))
@@ -74,6 +75,7 @@ def test_speed(name: str, formats: dict[str, Path]) -> None:
     assert speed.file_bytes > 4 * 280 * 64
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_what_is_no_artifact(formats: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such model"):
         kind_of(tmp_path / "none")
@@ -92,6 +94,7 @@ def test_what_is_no_artifact(formats: dict[str, Path], tmp_path: Path) -> None:
             evaluate_artifact(path, DataSection(sequence_length=65))
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_the_commands(formats: dict[str, Path], text: Path, tmp_path: Path) -> None:
     given = ["--files", str(text / "*.txt"), "--sequence-length", "32"]
     times = ["--speed", "--prompt-tokens", "8", "--new-tokens", "2", "--threads", "1"]

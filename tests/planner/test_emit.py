@@ -56,6 +56,7 @@ def test_a_plan_is_written_as_it_is_run() -> None:
     assert written["bf16"]["enabled"] is True
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
 def test_hf_trainer_runs_zero2_as_it_is(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(DIRECTORY.parent)}

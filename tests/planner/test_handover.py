@@ -203,6 +203,7 @@ def start(command: str, directory: Path) -> None:
     assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "how"), [("zero2", ""), ("zero3", ""), ("zero1", "trainer"), ("ddp", ""), ("ddp", "trainer")]
@@ -238,6 +239,7 @@ def emitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["shardlab", "accelerate", "torchrun", "deepspeed"])
 def test_each_launch_line_runs_our_own_loop(launcher: str, emitted: Path, tmp_path: Path) -> None:

@@ -298,6 +298,7 @@ class Held:
         return Ended(self.launcher.returncode, self._out.read_text(), self._err.read_text())
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "nproc"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 1), (signal.SIGTERM, 2)])
 def test_a_signal_saves_and_stops(
@@ -318,6 +319,7 @@ def test_a_signal_saves_and_stops(
     assert losses(tmp_path / "run") == pytest.approx(losses(run), rel=1e-6)
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all(held_run: tuple[Path, Path], tmp_path: Path) -> None:
     """The host of one rank is about to be taken away."""
@@ -329,6 +331,7 @@ def test_a_signal_to_one_rank_stops_all(held_run: tuple[Path, Path], tmp_path: P
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000005"]
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
 def test_a_killed_rank_starts_again_from_the_newest_checkpoint(held_run: tuple[Path, Path], tmp_path: Path) -> None:
     """The launcher's restarts are tested where it is; here, that they resume."""

@@ -145,6 +145,7 @@ def small(directory: Path, **train: object) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_a_tuned_recipe_is_one_and_stands_beside_its_own(tmp_path: Path) -> None:
     """Real jobs of one rank: the recipe's own plan (ddp there, as `auto`) and one other."""
     recipe = small(tmp_path)
@@ -166,6 +167,7 @@ def test_a_tuned_recipe_is_one_and_stands_beside_its_own(tmp_path: Path) -> None
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
 def test_a_failure_on_both_ranks_is_survived_and_all_failing_is_an_answer(tmp_path: Path) -> None:
     recipe = small(tmp_path, optimizer={"name": "sgd", "lr": 1e30}, clip_grad_norm=None)
@@ -180,6 +182,7 @@ def test_a_failure_on_both_ranks_is_survived_and_all_failing_is_an_answer(tmp_pa
     assert not (tmp_path / "mine-tuned.yaml").exists()
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.slow
 def test_a_plan_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     recipe = load_recipe(small(tmp_path))

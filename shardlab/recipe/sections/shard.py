@@ -1,11 +1,30 @@
 """The recipe's `shard`: how a job is laid out over its ranks."""
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, PositiveFloat, PositiveInt, model_validator
 
 from shardlab.recipe.sections.base import Section
+
+_UNITS = {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
+
+
+def size_bytes(text: object) -> int:
+    """`1.5GiB` in bytes. Raises ValueError for anything else than a positive number with a unit."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]iB)", str(text))
+    if found is None or not float(found[1]):
+        raise ValueError(f"expected a size such as 512MiB or 2GiB, got {text}")
+    return round(float(found[1]) * _UNITS[found[2]])
+
+
+def _size_without_a_unit(text: object) -> object:
+    size_bytes(text)
+    return text
+
+
+Size = Annotated[str, BeforeValidator(_size_without_a_unit)]
+"""As it was written; `size_bytes` says what it is."""
 
 
 class OffloadSection(Section):
@@ -19,15 +38,8 @@ class OffloadSection(Section):
     """What blocks save for their backward pass; cpu: of an accelerator's. stream: disk, instead of recompute."""
     directory: str | None = None
     """Where activations lie on the disk, in a file without a name; null is the run's own directory."""
-    disk_limit: str | None = None
+    disk_limit: Size | None = None
     """What activations may take of the disk on each rank, such as 20GiB; null is what is free."""
-
-    @field_validator("disk_limit", mode="before")
-    @classmethod
-    def _size_without_a_unit(cls, limit: object) -> object:
-        if limit is not None:
-            size_bytes(limit)
-        return limit
 
     @model_validator(mode="after")
     def _what_only_the_disk_has(self) -> "OffloadSection":
@@ -55,7 +67,7 @@ class ShardSection(Section):
     offload: OffloadSection = OffloadSection()
     recompute: Literal["none", "selective", "full", "auto"] = "none"
     """What runs again. selective: all but attention and every other product; full: whole blocks; auto: some, to fit."""
-    memory_limit: str | None = None
+    memory_limit: Size | None = None
     """stream, recompute auto: what a process may take, such as 2GiB; null is the machine's memory, or its cgroup's."""
     stream_directory: str | None = None
     """stream: where the state's files lie, in a directory for each run; null is the run's own directory."""
@@ -70,13 +82,6 @@ class ShardSection(Section):
                 raise ValueError(complaint)
         return self
 
-    @field_validator("memory_limit", mode="before")
-    @classmethod
-    def _size_without_a_unit(cls, limit: object) -> object:
-        if limit is not None:
-            size_bytes(limit)
-        return limit
-
     @model_validator(mode="after")
     def _what_only_stream_has(self) -> "ShardSection":
         if self.backend != "stream" and self.stream_directory is not None:
@@ -87,17 +92,6 @@ class ShardSection(Section):
                 "one of them out"
             )
         return self
-
-
-_UNITS = {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
-
-
-def size_bytes(text: object) -> int:
-    """`1.5GiB` in bytes. Raises ValueError for anything else than a positive number with a unit."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]iB)", str(text))
-    if found is None or not float(found[1]):
-        raise ValueError(f"expected a size such as 512MiB or 2GiB, got {text}")
-    return round(float(found[1]) * _UNITS[found[2]])
 
 
 OFFLOADING: dict[str, tuple[str, ...]] = {
