@@ -21,9 +21,7 @@ def test_500_steps_take_no_more_than_the_first(backend: str, offload: str) -> No
     """Of malloc's memory stream took 16 to 32 bytes more in 400 steps, of all 0.35 MiB, in objects of Python's own."""
     command = [sys.executable, "-m", "tests.backends.growth", backend, offload, str(STEPS)]
     caches = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}  # see there
-    ended = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **caches}, capture_output=True, text=True, timeout=580
-    )
+    ended = subprocess.run(command, cwd=ROOT, env={**os.environ, **caches}, capture_output=True, text=True, timeout=580)
     assert ended.returncode == 0, ended.stderr
     second, settled, last = json.loads(ended.stdout.splitlines()[-1])
     if settled["allocated"] is not None:

@@ -48,7 +48,8 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("larger") / "model"
     tokenizer = bpe_tokenizer(300)
     config = AutoConfig.for_model(
-        **MODEL | {"vocab_size": 16384, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
+        **MODEL
+        | {"vocab_size": 16384, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
         | {"num_hidden_layers": 10, "max_position_embeddings": 256, "eos_token_id": tokenizer.eos_token_id}
     )
     with torch.random.fork_rng(devices=[]):
