@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--size", choices=WIDTHS, default="150m", help="model; tiny shows only that it runs")
     parser.add_argument("--vocabulary", type=int, action="append", help="may be given several times [32768 and 131072]")
     parser.add_argument("--sequence", type=int, default=512, help="tokens per sequence")
-    parser.add_argument("--only", default="", help="contestants whose name contains this")
+    parser.add_argument("--only", action="append", help="contestants whose name contains this; several times")
     parser.add_argument("--results", type=Path, metavar="FILE", help="keep rows there; cells in it are not run again")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     parser.add_argument("--contestant", type=int, help=argparse.SUPPRESS)  # a rank's own process
@@ -94,7 +94,8 @@ def compare(options: argparse.Namespace, kept: Kept) -> Report:
         peaks: dict[str, float] = {}
         for number, one in enumerate(CONTESTANTS):
             cell = f"{options.size}, vocabulary {vocabulary}: {one.name}"
-            row = kept.row(cell, partial(run, number, vocabulary, options)) if options.only in one.name else None
+            asked = options.only is None or any(part in one.name for part in options.only)
+            row = kept.row(cell, partial(run, number, vocabulary, options)) if asked else None
             if row is not None:
                 report.rows.append(row)
                 peaks[one.name] = row["peak MiB"]

@@ -47,13 +47,13 @@ def remove(group: Path) -> None:
         time.sleep(0.1)
 
 
-def run_under(group: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """`shardlab` inside the group, told of far more memory, so that only the kernel is in its way."""
-    code = (
-        f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
-        "from shardlab import topology; topology.host_memory_bytes = lambda: 1 << 40\n"
-        "from shardlab.cli import main; main()"
-    )
+def run_under(group: Path, *arguments: str | Path, told: bool = False) -> subprocess.CompletedProcess[str]:
+    """`shardlab` inside the group; unless `told` of the limit, it takes far more memory for there, so that only the
+    kernel is in its way."""
+    code = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+    if not told:
+        code += "from shardlab import topology; topology.host_memory_bytes = lambda: 1 << 40\n"
+    code += "from shardlab.cli import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         capture_output=True, text=True, cwd=REPOSITORY, env=dict(os.environ), check=False,

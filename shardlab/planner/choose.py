@@ -19,12 +19,15 @@ def is_open(recipe: Recipe, ruled: Plan) -> bool:
 
 
 def agreeing(recipe: Recipe, ruled: Plan) -> Callable[[Plan], bool]:
-    """Whether a plan is one that the recipe leaves open."""
+    """Whether a plan is one that the recipe leaves open.
+
+    How many blocks are run again is found later, within the recipe's own limit.
+    """
 
     def agrees(plan: Plan) -> bool:
         sized = recipe.shard.micro_batch == "auto" or plan.micro_batch == ruled.micro_batch
         again = plan.recompute in ("none", "full") if ruled.recompute_fits else plan.recompute == ruled.recompute
-        return sized and again and plan.offload == ruled.offload
+        return sized and again and plan.offload == ruled.offload and not plan.recompute_fits
 
     return agrees
 

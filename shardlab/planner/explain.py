@@ -25,7 +25,8 @@ def choice(found: Survey) -> str:
 
 
 def _kind(candidate: Candidate) -> tuple[object, ...]:
-    return candidate.plan.backend, candidate.plan.offload, candidate.plan.recompute
+    plan = candidate.plan
+    return plan.backend, plan.offload, plan.recompute, plan.recompute_fits
 
 
 def reasons(found: Survey) -> Iterator[tuple[Candidate, str]]:
@@ -59,4 +60,5 @@ _WORDS = {
     "copies": "copying around collectives",
     "update": "in the optimizer's update",
     "offload": "moving offloaded state",
+    "disk": "waiting for the disk",
 }

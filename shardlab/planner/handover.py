@@ -69,9 +69,15 @@ def chosen(found: Survey) -> Candidate:
                 f"--emit: the recipe's own plan ({name(own.plan)}) is over by {gib(-own.left_bytes)} GiB{instead}"
             )
         return own
-    if found.best is None:
+    best = next((candidate for candidate in found.fitting if _is_for_others(candidate.plan)), None)
+    if best is None:
         raise UserError("--emit: no plan fits this machine; the table of `shardlab plan` says by how much")
-    return found.best
+    return best
+
+
+def _is_for_others(plan: Plan) -> bool:
+    """Other programs run all blocks again or none, and keep what blocks save where it is made."""
+    return not plan.recompute_fits and plan.offload.activations == "none"
 
 
 def _refuse_what_is_not_ours(directory: Path) -> None:

@@ -209,6 +209,9 @@ def survey(
             found.append(assess(plan, predict, machine))
             if not found[-1].fits:
                 full.add(kind)
+    if loop == "shardlab":
+        between = filter(keep, _between(found, machine))
+        found += [one for plan in between for one in _paying(plan, found, predict, machine)]
     return Survey(
         machine,
         recipe,
@@ -219,6 +222,30 @@ def survey(
         loop,
         _stream(base, predict, machine) if loop == "shardlab" else None,
     )
+
+
+def _between(found: Sequence[Candidate], machine: Machine) -> Iterator[Plan]:
+    """Where a plan fits with every block run again and not with none: fewer of them, or what they save on the disk.
+
+    The disk only where its speed is known, for it may be far too slow.
+    """
+    fitting = [candidate.plan for candidate in found if candidate.fits]
+    for plan in fitting:
+        if plan.recompute == "full" and replace(plan, recompute="none") not in fitting:
+            yield replace(plan, recompute_fits=True)
+            if machine.rates is not None and machine.rates.disk is not None and not plan.compile:
+                yield replace(plan, recompute="none", offload=replace(plan.offload, activations="disk"))
+
+
+def _paying(plan: Plan, found: Sequence[Candidate], predict: Predictor, machine: Machine) -> Iterator[Candidate]:
+    """`plan`, of those that `_between` gives, where it fits and is quicker than what it stands for."""
+    one = assess(laid_out(plan, predict, machine), predict, machine)
+    whole = replace(plan, recompute="full", recompute_fits=False, offload=replace(plan.offload, activations="none"))
+    other = next(candidate for candidate in found if candidate.plan == whole)
+    known = one.cost is not None and other.cost is not None
+    quicker = _seconds(one) < _seconds(other) if known else one.plan.recompute_blocks != predict.shape.blocks
+    if one.fits and quicker:
+        yield one
 
 
 def laid_out(plan: Plan, predict: Predictor, machine: Machine) -> Plan:
@@ -237,9 +264,14 @@ def _stream(base: Plan, predict: Predictor, machine: Machine) -> Candidate | Non
         return None
     plan = replace(_free(base), backend="stream", recompute="full", replicas=1, compile=False)
     try:
-        return assess(fitted(plan, predict, machine), predict, machine)
+        found = assess(fitted(plan, predict, machine), predict, machine)
+        if found.cost is None:
+            return found
+        spilling = replace(plan, offload=Offload(activations="disk"))
+        other = assess(fitted(spilling, predict, machine), predict, machine)
     except UserError:  # not even its smallest layout fits, or a model that has no blocks
         return None
+    return min(found, other, key=_seconds)
 
 
 def _base(recipe: Recipe, ranks: int) -> Plan:
@@ -288,10 +320,12 @@ def _offloads(backend: BackendName, machine: Machine) -> Iterator[Offload]:
         yield Offload("cpu", "cpu")
 
 
-def _rank(candidate: Candidate) -> tuple[int, int, int, int]:
+def _rank(candidate: Candidate) -> tuple[float, int, int, int]:
     plan = candidate.plan
-    offloaded = (plan.offload.parameters == "cpu") + (plan.offload.optimizer == "cpu")
-    return RECOMPUTE.index(plan.recompute), offloaded, BACKENDS.index(plan.backend), -plan.micro_batch
+    offload = plan.offload
+    offloaded = sum(where != "none" for where in (offload.parameters, offload.optimizer, offload.activations))
+    again = RECOMPUTE.index(plan.recompute) - (0.5 if plan.recompute_blocks is not None else 0.0)
+    return again, offloaded, BACKENDS.index(plan.backend), -plan.micro_batch
 
 
 def nearest(candidates: Sequence[Candidate]) -> Candidate:

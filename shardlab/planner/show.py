@@ -6,7 +6,7 @@ from typing import Any
 
 from shardlab.plan import KINDS
 from shardlab.planner.explain import choice, reasons
-from shardlab.planner.names import gib, name, over, settings
+from shardlab.planner.names import gib, name, over, recomputed, settings
 from shardlab.planner.search import Candidate, Survey, nearest
 
 _HEADS = {
@@ -175,6 +175,7 @@ def candidate_dict(candidate: Candidate) -> dict[str, Any]:
         "backend": plan.backend,
         "offload": dataclasses.asdict(plan.offload),
         "recompute": plan.recompute,
+        "recompute_blocks": plan.recompute_blocks,
         "micro_batch": plan.micro_batch,
         "accumulation": plan.accumulation,
         "world_size": plan.world_size,
@@ -196,9 +197,10 @@ def _shortest(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Of each backend, offload and recompute the largest micro-batch that fits; the smallest where none does."""
     chosen: dict[Any, Candidate] = {}
     for candidate in candidates:
-        key = (candidate.plan.backend, candidate.plan.offload, candidate.plan.recompute)
+        plan = candidate.plan
+        key = (plan.backend, plan.offload, plan.recompute, plan.recompute_fits)
         before = chosen.get(key)
-        if before is None or (candidate.fits and candidate.plan.micro_batch > before.plan.micro_batch):
+        if before is None or (candidate.fits and plan.micro_batch > before.plan.micro_batch):
             chosen[key] = candidate
     return list(chosen.values())
 
@@ -211,12 +213,13 @@ def _table(candidates: Sequence[Candidate], found: Survey) -> list[str]:
     for candidate in candidates:
         plan, footprint = candidate.plan, candidate.footprint
         moved = [what[0] for what in ("parameters", "optimizer") if getattr(plan.offload, what) == "cpu"]
+        moved += ["disk"] if plan.offload.activations == "disk" and plan.backend != "stream" else []
         sizes = {**footprint.bytes, "libraries": footprint.libraries}
         rows.append(
             [
                 plan.backend,
                 "+".join(moved) or "-",
-                plan.recompute,
+                recomputed(plan),
                 str(plan.micro_batch),
                 *(_time(candidate, starred=candidate in front) or ["-"] * len(time)),
                 f"{gib(footprint.surely + footprint.libraries)}-{gib(footprint.highest + footprint.libraries)}",

@@ -98,7 +98,7 @@ def _own(own: Candidate, attempt: Try, failed: dict[Any, Trial]) -> Trial:
 
 
 def _kind(plan: Plan) -> tuple[object, ...]:
-    return plan.backend, plan.offload, plan.recompute, plan.replicas
+    return plan.backend, plan.offload, plan.recompute, plan.recompute_fits, plan.replicas
 
 
 def _same(a: Plan, b: Plan) -> bool:
@@ -149,14 +149,17 @@ def _outcome(ended: Ended) -> Outcome:
 def with_plan(recipe: Recipe, plan: Plan) -> Recipe:
     """The recipe that resolves to `plan` on as many ranks; all that is learned stays."""
     values = recipe.model_dump(mode="json")
+    offload = values["shard"]["offload"] if plan.offload.activations == "disk" else {}
+    moved = {what: getattr(plan.offload, what) for what in ("parameters", "optimizer", "activations")}
+    limited = plan.backend == "stream" or plan.memory_limit is not None
     values["shard"] |= {
         "backend": plan.backend,
         "micro_batch": plan.micro_batch,
         "replicas": plan.replicas,
         "reshard_after_forward": plan.reshard_after_forward,
-        "offload": {"parameters": plan.offload.parameters, "optimizer": plan.offload.optimizer},
-        "recompute": plan.recompute,
-        "memory_limit": values["shard"]["memory_limit"] if plan.backend == "stream" else None,
+        "offload": offload | moved,
+        "recompute": "auto" if plan.recompute_fits else plan.recompute,
+        "memory_limit": values["shard"]["memory_limit"] if limited else None,
     }
     return Recipe.from_dict(values)
 

@@ -45,7 +45,7 @@ def assert_equal(one: list[Any], other: list[Any]) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "auto"])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradients_are_bit_equal(name: str, recompute: str, tmp_path: Path) -> None:
     trainable = made(name, recompute)
@@ -56,7 +56,7 @@ def test_losses_and_gradients_are_bit_equal(name: str, recompute: str, tmp_path:
     shelves.close()
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "auto"])
 def test_the_host_s_shelves_keep_every_bit(recompute: str) -> None:
     """On a CPU, where copies are all that is left of them: what is kept, and when it goes."""
     trainable, shelves = made("llama", recompute), HostShelves(CPU)

@@ -38,6 +38,21 @@ def test_memory_by_backend() -> None:
 
 
 @pytest.mark.slow
+def test_memory() -> None:
+    only = ("--only", "FSDP2, as users run it", "--only", "shardlab fsdp")
+    result = report("memory.py", "--size", "tiny", "--vocabulary", "512", "--sequence", "32", *only)
+    theirs, ours, away = result["rows"]
+    assert [row["cell"].partition(": ")[2] for row in (theirs, ours, away)] == [
+        "FSDP2, as users run it",
+        "shardlab fsdp",
+        "shardlab fsdp, activations on the disk",
+    ]
+    assert ours["loss"] == away["loss"] == pytest.approx(theirs["loss"], abs=0.1)  # other initial weights
+    (target,) = result["targets"]
+    assert target["value"] == pytest.approx(ours["peak MiB"] / theirs["peak MiB"])
+
+
+@pytest.mark.slow
 def test_plan_accuracy() -> None:
     (row,) = report("plan_accuracy.py", "--size", "tiny")["rows"]
     assert row["cell"] == "tiny ddp x1 fp32 1 x 1"

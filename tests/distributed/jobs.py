@@ -43,6 +43,7 @@ class Case:
     dropout: float = 0.0
     recompute: str = "none"
     compile: bool = False
+    recompute_blocks: int | None = None  # so many of the first; None: all
     precision: str = "fp32"
     offload: str = "none"
     activations: str = "none"
@@ -132,7 +133,8 @@ def prepared(
 ) -> Iterator[tuple[Backend, Trainable, Topology]]:
     """A backend that holds `model`; released afterwards, so that the next job starts from nothing."""
     topology = Topology.detect()
-    trainable = make_trainable(model, seed=7, recompute=plan.recompute)
+    trainable = make_trainable(model, seed=7)
+    trainable.set_recompute(plan.recompute, plan.recompute_blocks)
     trainable.train()
     if plan.compile:
         trainable.compile_blocks()
@@ -160,6 +162,7 @@ def make_plan(case: Case, global_batch_size: int) -> Plan:
         global_batch_size=global_batch_size,
         precision=case.precision,
         recompute=case.recompute,
+        recompute_blocks=case.recompute_blocks,
         clip_grad_norm=case.clip,
         compile=case.compile,
         offload=Offload("none" if below_stage_3 else case.offload, case.offload, case.activations),

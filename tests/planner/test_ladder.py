@@ -13,16 +13,20 @@ from shardlab.backends.base import Job
 from shardlab.backends.ddp import DDPBackend
 from shardlab.errors import UserError
 from shardlab.plan import Offload, Plan, Precision, Recompute, Timeline
+from shardlab.planner import show
+from shardlab.planner.choose import choose
 from shardlab.planner.fewest import fewest_recomputed
+from shardlab.planner.handover import chosen as chosen_for_others
 from shardlab.planner.machine import GIB, Machine
 from shardlab.planner.mixed import mixed
 from shardlab.planner.names import name, settings
 from shardlab.planner.predict import Predictor
 from shardlab.planner.resolve import resolve
-from shardlab.planner.search import predictor, row_shapes
+from shardlab.planner.search import Candidate, Survey, predictor, row_shapes, survey
 from shardlab.planner.streaming import fitted
 from shardlab.planner.trace import Tracer
 from shardlab.recipe import AdamW, Recipe
+from shardlab.train.tune import with_plan
 from tests.planner import test_trace
 from tests.planner.test_cost import RATES
 from tests.planner.test_stream_cost import CONFIG, machine_of
@@ -151,6 +155,62 @@ def test_saving_to_the_disk_takes_buffers_and_disk_and_no_more_memory_for_more_b
     twice = predict.footprint(replace(PLAN, offload=offload, accumulation=2, global_batch_size=8)).disk
     assert twice is not None
     assert (twice.bytes, twice.written) == (away.disk.bytes, 2 * away.disk.written)
+
+
+def test_a_survey_offers_what_pays_between_none_and_all_blocks_run_again(tmp_path: Path) -> None:
+    """Fewer blocks; and, where the disk's speed is known and enough, what blocks save on the disk."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 12}))
+    asked = Recipe.from_dict(
+        {
+            "model": {"config": str(tmp_path / "config.json")},
+            "data": {"sequence_length": 256, "tokenizer": "bytes"},
+            "train": {"global_batch_size": 4, "precision": "fp32"},
+        }
+    )
+    predict = predictor(asked, machine(GIB))
+    ends = [
+        one.footprint.highest + one.footprint.libraries
+        for one in survey(asked, machine(64 * GIB), predict=predict).candidates
+        if one.plan.micro_batch == 4 and one.plan.recompute != "selective"
+    ]
+    assert len(ends) == 2, "with room for all there is nothing between"
+    middle = machine(sum(ends) // 2)
+
+    def between(on: Machine) -> tuple[Survey, list[Candidate]]:
+        found = survey(asked, on, predict=predict)
+        return found, [c for c in found.candidates if c.plan.recompute_fits or c.plan.offload.activations == "disk"]
+
+    found, offered = between(middle)
+    assert offered
+    for one in offered:
+        count = one.plan.recompute_blocks
+        assert count is not None
+        assert one.fits
+        assert 0 < count < 12, "all would be no other plan"
+        assert one.plan.offload.activations == "none", "the disk may be too slow for it"
+    assert f"full of {offered[0].plan.recompute_blocks} blocks" in show.text(found)
+
+    rates = replace(RATES, overlaps=False)
+    found, offered = between(replace(middle, rates=replace(rates, disk=1e15)))
+    away = [one for one in offered if one.plan.offload.activations == "disk"]
+    assert away
+    for one in away:
+        whole = next(
+            c for c in found.candidates
+            if (c.plan.micro_batch, c.plan.recompute) == (one.plan.micro_batch, "full") and not c.plan.recompute_fits
+        )  # fmt: skip
+        assert one.plan.recompute == "none"
+        assert one.fits
+        assert one.cost is not None
+        assert whole.cost is not None
+        assert one.cost.seconds < whole.cost.seconds
+    assert chosen_for_others(found).plan.offload == Offload()
+    ruled = resolve(asked, world_size=1)
+    assert choose(found, ruled).offload == Offload(), "a recipe that says none gets none"
+    _, offered = between(replace(middle, rates=replace(rates, disk=1e3)))
+    assert all(one.plan.offload.activations == "none" for one in offered)
+    tried = with_plan(asked, away[0].plan)
+    assert tried.shard.offload.activations == "disk"
 
 
 def streamed(directory: Path, **offload: Any) -> Plan:
