@@ -67,6 +67,7 @@ class Plan:
     reshard_after_forward: bool = True
     shared_memory: bool = True  # fsdp: CPU ranks of one host exchange through it
     replicas: int = 1  # fsdp: groups of ranks that hold the model whole between them (HSDP)
+    keep_freed: bool = False  # host memory that a step frees is not returned to the system
     offload: Offload = field(default_factory=Offload)
     stream: Stream = field(default_factory=Stream)
     clip_grad_norm: float | None = 1.0

@@ -189,7 +189,8 @@ class Predictor:
             term = _term(plan, accelerator=self._accelerator, loop=self.loop)
             beside = round(term["bytes"] + term["spread_bytes"])
             # Blocks that one process frees it keeps (several ranks keep small ones only): they may be there at the end.
-            kept = _passing(peak) if plan.world_size == 1 and not self._accelerator else 0
+            keeps = plan.world_size == 1 or plan.keep_freed
+            kept = _passing(peak) if keeps and not self._accelerator else 0
             found = replace(found, around=around(setting, self.saving, beside, term["spread_share"], kept))
         if plan.backend == "stream":
             return replace(found, disk=stream_footprint.disk(setting))
@@ -256,7 +257,7 @@ def _with_copy(moment: Moment, copy: Bytes, setting: Setting) -> Moment:
 
 def _term(plan: Plan, *, accelerator: bool, loop: Loop) -> dict[str, float]:
     """See `process.json`."""
-    ours = "alone" if plan.world_size == 1 else "ranks"
+    ours = "kept" if plan.keep_freed else "alone" if plan.world_size == 1 else "ranks"
     measured: dict[str, dict[str, float]] = _PROCESS[
         "accelerator" if accelerator else (ours if loop == "shardlab" else "plain")
     ]

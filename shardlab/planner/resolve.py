@@ -53,6 +53,7 @@ def resolve(recipe: Recipe, *, world_size: int) -> Plan:
         recompute_fits=shard.recompute == "auto" and not streamed,
         reshard_after_forward=shard.reshard_after_forward,
         shared_memory=shard.shared_memory,
+        keep_freed=_keeps_freed(recipe, backend),
         replicas=shard.replicas,
         offload=_offload(recipe),
         stream=_stream(recipe, backend),
@@ -62,6 +63,16 @@ def resolve(recipe: Recipe, *, world_size: int) -> Plan:
         timeout_seconds=shard.timeout_seconds,
         reasons=(*backend_reason, *micro_batch_reason),
     )
+
+
+def _keeps_freed(recipe: Recipe, backend: BackendName) -> bool:
+    """Raises UserError where too much would be kept."""
+    if recipe.shard.keep_freed and backend not in ("ddp", "fsdp"):
+        raise UserError(
+            f"shard.keep_freed is for backends ddp and fsdp, not {backend}, which frees large buffers that it does not "
+            "ask for again: set shard.keep_freed=false"
+        )
+    return recipe.shard.keep_freed
 
 
 def _compiled(recipe: Recipe, backend: BackendName) -> bool:

@@ -262,7 +262,7 @@ def _stream(base: Plan, predict: Predictor, machine: Machine) -> Candidate | Non
     """Backend stream at the recipe's own limit, or with all of the machine's memory; None where it can't run at all."""
     if base.world_size > 1 or machine.accelerator:
         return None
-    plan = replace(_free(base), backend="stream", recompute="full", replicas=1, compile=False)
+    plan = replace(_free(base), backend="stream", recompute="full", replicas=1, compile=False, keep_freed=False)
     try:
         found = assess(fitted(plan, predict, machine), predict, machine)
         if found.cost is None:
@@ -278,8 +278,18 @@ def _base(recipe: Recipe, ranks: int) -> Plan:
     train = recipe.train
     share = max(1, train.global_batch_size // ranks)
     clip, seed = train.clip_grad_norm, train.seed
+    kept, compiled = recipe.shard.keep_freed, train.compile
     return Plan(
-        "ddp", ranks, 1, share, share * ranks, train.precision, clip_grad_norm=clip, compile=train.compile, seed=seed
+        "ddp",
+        ranks,
+        1,
+        share,
+        share * ranks,
+        train.precision,
+        keep_freed=kept,
+        clip_grad_norm=clip,
+        compile=compiled,
+        seed=seed,
     )
 
 
@@ -292,6 +302,8 @@ def candidates(base: Plan, machine: Machine, loop: Loop = "shardlab") -> Iterato
             continue  # on a CPU Accelerate turns it into DDP
         for offload in _offloads(backend, machine):
             for recompute in RECOMPUTE if loop == "shardlab" else ELSEWHERE:
+                if base.keep_freed and backend not in ("ddp", "fsdp"):
+                    continue
                 if base.compile and uncompilable(backend, recompute, offload.activations):
                     continue
                 for size in sizes:

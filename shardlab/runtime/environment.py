@@ -18,8 +18,10 @@ from shardlab.topology import announced_rank, core_count
 # memory is why they shard (4 MiB would cost each 8 to 29% more of it); a process alone keeps the blocks of activations.
 _MMAP_THRESHOLD_BYTES = 256 * 1024
 _MMAP_THRESHOLD_ALONE_BYTES = 4 * 1024**2
+_MMAP_THRESHOLD_KEPT_BYTES = 32 * 1024**2  # the largest that glibc takes
+_TRIM_THRESHOLD_KEPT_BYTES = 256 * 1024**2
 _ARENA_MAX = 2  # arenas are not returned; glibc makes up to 8 per core
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 
 
 def child_environment(nproc: int, base: Mapping[str, str]) -> dict[str, str]:
@@ -58,6 +60,14 @@ def apply_in_process() -> None:
     os.environ["PATH"] = path_with_tools(os.environ.get("PATH", os.defpath))
     if not has_accelerator():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def keep_freed() -> None:
+    """From here on malloc keeps what is freed, up to a limit, instead of returning it. glibc only."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_KEPT_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_KEPT_BYTES)
 
 
 def has_accelerator() -> bool:

@@ -31,7 +31,7 @@ from shardlab.model.teacher import Distillation
 from shardlab.model.trainable import Trainable, make_trainable, refuse_packing
 from shardlab.plan import Plan
 from shardlab.recipe import ModelSection, Recipe, load_recipe
-from shardlab.runtime.environment import apply_in_process
+from shardlab.runtime.environment import apply_in_process, keep_freed
 from shardlab.state.masks import Masks
 from shardlab.topology import Topology, check_collectives
 from shardlab.train.artifact import model_files, save_artifact
@@ -172,6 +172,8 @@ class Engine:
             round_layers(model, self.recipe.train.qat)
         self.module = make_trainable(model, seed=self.plan.seed, recompute=self.plan.recompute)
         self.module.set_recompute(self.plan.recompute, self.plan.recompute_blocks)
+        if self.plan.keep_freed:
+            keep_freed()
         if self.plan.compile:
             self.module.compile_blocks()
         if packed:

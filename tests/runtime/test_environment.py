@@ -56,12 +56,14 @@ def test_only_ranks_that_share_a_host_give_back_every_block_of_activations() -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-def test_freed_blocks_go_back_to_the_system() -> None:
+@pytest.mark.parametrize(("then", "mapped"), [("", 1), ("environment.keep_freed()", 0)])
+def test_freed_blocks_go_back_to_the_system_unless_they_are_to_be_kept(then: str, mapped: int) -> None:
     """In a process that already runs: the second block of a size is mapped again, where glibc would keep the first."""
-    code = """
+    code = f"""
 import ctypes, os
-from shardlab.runtime.environment import apply_in_process
-apply_in_process()
+from shardlab.runtime import environment
+environment.apply_in_process()
+{then}
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 class Info(ctypes.Structure):  # malloc.h: mallinfo2
@@ -74,4 +76,4 @@ print(libc.mallinfo2().hblks - before, os.environ["DS_ACCELERATOR"], "OMP_NUM_TH
 """
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "OMP_", "DS_"))}
     done = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True)
-    assert done.stdout == "1 cpu False\n"
+    assert done.stdout == f"{mapped} cpu False\n"
