@@ -67,10 +67,10 @@ def resolve(recipe: Recipe, *, world_size: int) -> Plan:
 
 def _keeps_freed(recipe: Recipe, backend: BackendName) -> bool:
     """Raises UserError where too much would be kept."""
-    if recipe.shard.keep_freed and backend not in ("ddp", "fsdp"):
+    if recipe.shard.keep_freed and backend != "ddp":
         raise UserError(
-            f"shard.keep_freed is for backends ddp and fsdp, not {backend}, which frees large buffers that it does not "
-            "ask for again: set shard.keep_freed=false"
+            f"shard.keep_freed is for backend ddp, not {backend}, whose large buffers would stay beside each other: set "
+            "shard.keep_freed=false"
         )
     return recipe.shard.keep_freed
 

@@ -302,7 +302,7 @@ def candidates(base: Plan, machine: Machine, loop: Loop = "shardlab") -> Iterato
             continue  # on a CPU Accelerate turns it into DDP
         for offload in _offloads(backend, machine):
             for recompute in RECOMPUTE if loop == "shardlab" else ELSEWHERE:
-                if base.keep_freed and backend not in ("ddp", "fsdp"):
+                if base.keep_freed and backend != "ddp":
                     continue
                 if base.compile and uncompilable(backend, recompute, offload.activations):
                     continue

@@ -103,8 +103,8 @@ def test_what_compiled_blocks_have_no_place_for_is_refused(setting: str, value: 
 
 
 def test_freed_memory_is_kept_where_it_is_asked_for_again():
-    assert resolve(recipe_of(backend="fsdp", keep_freed=True), world_size=2).keep_freed
-    assert "is for backends ddp and fsdp, not zero3" in refusal(recipe_of(backend="zero3", keep_freed=True), 2)
+    assert resolve(recipe_of(backend="ddp", keep_freed=True), world_size=2).keep_freed
+    assert "is for backend ddp, not zero3" in refusal(recipe_of(backend="zero3", keep_freed=True), 2)
 
 
 def test_offload_that_auto_cannot_carry_out_is_refused_at_one_rank_only():

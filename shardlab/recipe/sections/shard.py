@@ -65,7 +65,7 @@ class ShardSection(Section):
     shared_memory: bool = True
     """fsdp: CPU ranks of one host exchange through memory that they share; false, or where that fails: gloo."""
     keep_freed: bool = False
-    """ddp and fsdp on a CPU with glibc: keep the memory that a step frees for the next; quicker, but more memory."""
+    """ddp on a CPU with glibc: keep the memory that a step frees for the next; quicker, but more memory."""
     offload: OffloadSection = OffloadSection()
     recompute: Literal["none", "selective", "full", "auto"] = "none"
     """What runs again. selective: all but attention and every other product; full: whole blocks; auto: some, to fit."""
