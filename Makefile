@@ -22,7 +22,7 @@ test: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 check: $(READY)
-	$(BIN)/python -m pytest -m "not slow" --ignore=tests/distributed
+	$(BIN)/python -m pytest -m "not slow and not soak" --numprocesses 2 --dist loadgroup --ignore=tests/distributed
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -45,8 +45,11 @@ TOGETHER = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks after
+@pytest.hookimpl(tryfirst=True)  # xdist and `-m` read the marks after
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"pools", "preloaded"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)  # starting what they need takes longer than most tests
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:

@@ -114,6 +114,7 @@ def test_accelerator_that_knows_of_one_process(monkeypatch: pytest.MonkeyPatch) 
         Topology.detect()
 
 
+@pytest.mark.slow
 def test_accelerate_launch_cpu_starts_one_process(tmp_path: Path) -> None:
     """https://github.com/huggingface/accelerate/issues/2741: asked for two processes, got one, without a word."""
     script = tmp_path / "show.py"
@@ -125,6 +126,7 @@ def test_accelerate_launch_cpu_starts_one_process(tmp_path: Path) -> None:
     assert "accelerate launch --multi_gpu --num_processes 2" in done.stderr
 
 
+@pytest.mark.slow
 def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text(SHOW)
@@ -134,6 +136,7 @@ def test_two_ranks_under_torchrun(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["0 2 0 2 1 cpu torchrun", "1 2 1 2 1 cpu torchrun"]
 
 
+@pytest.mark.slow
 def test_group_that_someone_else_made(tmp_path: Path) -> None:
     """And a backend that sums where it should average is found out: https://github.com/pytorch/pytorch/issues/162338"""
     ranks = [

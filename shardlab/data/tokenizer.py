@@ -55,11 +55,7 @@ def refuse_other_tokens(
     Equal sizes are not enough: with two ids swapped, each model would be judged on the other's text. Nor are equal
     vocabularies: with other merges a text becomes other tokens of them.
     """
-    # llama.cpp's files give a head's padding names too.
-    ours, theirs = (
-        {token: number for token, number in tokenizer.get_vocab().items() if token != f"[PAD{number}]"}
-        for tokenizer in (first, second)
-    )
+    ours, theirs = first.get_vocab(), second.get_vocab()
     for token, number in sorted(ours.items(), key=lambda item: item[1]):
         if theirs.get(token) != number:
             other = theirs.get(token)

@@ -50,6 +50,7 @@ def in_a_child(*arguments: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["at", "replace"])
 def test_killed_before_each_operation(tmp_path: Path, how: str) -> None:
     """`at`: while step 2 is saved and then step 1 deleted. `replace`: while step 1 is saved anew over itself."""

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardlab.compress.stage import Rows, read_rows
 from shardlab.data.tokenizer import make_tokenizer
 from shardlab.recipe import DataSection
+from tests.train.support import TINY
 
 LENGTH = 32
 
@@ -28,18 +29,8 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def make(name: str, *, tied: bool = False, **values: int) -> Path:
         directory = tmp_path_factory.mktemp("compress") / name
         tokenizer = make_tokenizer("bytes", None, Path())  # type: ignore[arg-type]
-        config = LlamaConfig(
-            vocab_size=320,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            tie_word_embeddings=tied,
-            initializer_range=0.08,
-            **values,
-        )
+        sizes = {**TINY, "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, **values}
+        config = LlamaConfig(**sizes, tie_word_embeddings=tied, initializer_range=0.08)
         torch.manual_seed(1)
         LlamaForCausalLM(config).save_pretrained(directory)
         tokenizer.save_pretrained(directory)

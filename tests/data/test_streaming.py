@@ -132,6 +132,7 @@ def test_what_a_stream_cuts_and_leaves_out_is_counted_once_for_each_document(str
     assert text.truncated_documents > 0
 
 
+@pytest.mark.slow
 def test_memory_holds_a_chunk_and_no_more(tmp_path, section):
     """8 MB of text as one document: eight million tokens, in chunks of 50,000."""
     path = tmp_path / "large.txt"

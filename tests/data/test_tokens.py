@@ -142,6 +142,7 @@ print(psutil.Process().num_threads() - before)
 """
 
 
+@pytest.mark.slow
 def test_encoding_takes_every_core_in_a_ranks_environment(cache, tmp_path):
     """Ranks are started with the tokenizer's threads off: they would be in each other's way while training."""
     (tmp_path / "records.jsonl").write_text('{"text": "some text"}\n' * 1000)

@@ -23,6 +23,7 @@ from tests.distributed.batches import DATA, sequences, window
 from tests.distributed.jobs import Arrays, Case, make_plan, prepared, settings, whole
 from tests.distributed.models import MODELS, VOCABULARY
 from tests.model.test_divergence import defined as divergence_of
+from tests.train.support import TINY
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,9 @@ class Lesson:
 
 def teacher(*, tied: bool, rows: int) -> nn.Module:
     """Of other sizes than the student, and larger weights: its distributions are far from flat."""
+    sizes = {**TINY, "vocab_size": rows, "hidden_size": 24, "intermediate_size": 7, "num_hidden_layers": 3}
     config = LlamaConfig(
-        vocab_size=rows,
-        hidden_size=24,
-        intermediate_size=7,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
+        **{**sizes, "num_key_value_heads": 1},
         tie_word_embeddings=tied,
         initializer_range=0.3,
         attention_dropout=0.5,  # never in force: a teacher is evaluated

@@ -48,6 +48,7 @@ def chosen(asked: Recipe, on: Machine, predict: Predictor) -> Plan:
     return choose(survey(asked, on, ruled, predict, keep=agreeing(asked, ruled)), ruled)
 
 
+@pytest.mark.slow
 def test_auto_is_the_fastest_that_fits(config: Path, predict: Predictor) -> None:
     """What `shardlab plan` calls the best, of the recipe's own recompute and offload."""
     timed = replace(machine(64 * GIB), rates=RATES)
@@ -121,6 +122,7 @@ def test_one_rank_whose_state_does_not_fit_streams_it(config: Path) -> None:
     assert chosen(asked, machine(64 * GIB, ranks=1), predict).backend == "ddp"
 
 
+@pytest.mark.slow
 def test_the_command_shows_what_auto_becomes(config: Path, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps(recipe(config).model_dump(mode="json")))

@@ -170,6 +170,7 @@ def test_what_does_not_fit_is_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "planned").exists()
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_backend_that_the_recipe_names(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     for override, backend in ((["--set", "shard.backend=zero1"], "zero1"), ([], None)):

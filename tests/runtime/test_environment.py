@@ -55,6 +55,7 @@ def test_only_ranks_that_share_a_host_give_back_every_block_of_activations() -> 
     assert child_environment(2, {})["MALLOC_MMAP_THRESHOLD_"] == str(256 * 1024)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 @pytest.mark.parametrize(("then", "mapped"), [("", 1), ("environment.keep_freed()", 0)])
 def test_freed_blocks_go_back_to_the_system_unless_they_are_to_be_kept(then: str, mapped: int) -> None:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 ASKING = """
 import sys
@@ -17,6 +18,7 @@ with RankJob("sleeper", [sys.argv[1]], nproc=1, timeout_seconds=300) as job:
 SLEEPER = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(300)"
 
 
+@pytest.mark.slow
 def test_ranks_go_with_the_process_that_asked_for_them(tmp_path: Path) -> None:
     """Killed so that no handler of its own runs."""
     (tmp_path / "sleeper.py").write_text(SLEEPER, encoding="utf-8")

@@ -15,7 +15,10 @@ PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_SECONDS = 25  # for an end that takes five; torch's agent alone would wait 30 s for a rank that ignores TERM
 START_SECONDS = 240  # importing torch in five processes on two busy cores
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="process groups and signals of Unix")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform == "win32", reason="process groups and signals of Unix"),
+]
 
 
 class Job:
