@@ -172,6 +172,8 @@ def _module(recipe: Recipe, vocabulary: int, loop: Loop) -> Trainable:
         raise UserError("distill is of our own loop; no plain one is planned with a teacher")
     teacher = teacher_shell(section, shell, vocabulary=vocabulary, sequence_length=length)
     module = make_trainable(shell)
+    if teacher.matching is not None:
+        module.take_in(teacher.matching[0])
     module.distillation = teacher if section.cache is None else CachedTeacher(teacher, section.cache_top_k)
     return module
 

@@ -148,8 +148,8 @@ def _documents_unseen(*, packed: bool) -> Iterator[None]:
 
 
 def _repeats(module: Trainable) -> bool:
-    """Whether the blocks are more than three, alike, and in a list that can be shortened."""
-    if len(module.blocks) <= _TRACED_BLOCKS or _block_list(module) is None:
+    """Whether the blocks are more than three, alike, and in a list that can be shortened; no teacher's are matched."""
+    if len(module.blocks) <= _TRACED_BLOCKS or _block_list(module) is None or module.matching is not None:
         return False
     return len({_signature(block) for block in module.blocks}) == 1
 

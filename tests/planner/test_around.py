@@ -76,6 +76,19 @@ def test_a_recipe_s_masks_and_rounding_are_in_its_footprint(tmp_path: Path) -> N
     assert rounded.tensors > free.tensors + 256 * 64 * 4  # a layer's rounded weight, at the least
 
 
+def test_projections_of_hidden_states_are_trained_like_all_else(tmp_path: Path) -> None:
+    alone, matched = (
+        foreseen(tmp_path, distill={"teacher": str(tmp_path), "hidden": hidden})
+        for hidden in (None, {"projection": True})
+    )
+    assert matched.bytes["moments"] - alone.bytes["moments"] == 64 * 64 * 8
+    assert matched.bytes["parameters"] - alone.bytes["parameters"] == 64 * 64 * 4
+    assert matched.tensors > alone.tensors + 64 * 64 * 16
+    assert matched.around is not None
+    assert alone.around is not None
+    assert matched.around.checkpoint - alone.around.checkpoint == 64 * 64 * 12
+
+
 @pytest.mark.parametrize("backend", ["ddp", "zero1", "zero3", "fsdp"])
 def test_the_disk_holds_masters_moments_and_what_is_frozen(backend: BackendName) -> None:
     assert on_disk(setting(backend), SAVING) == (1_000_000 * 12 + 2_000_000 * 4, 3_000_000 * 4)
