@@ -136,7 +136,7 @@ def test_the_search_for_scales_is_traced_too(precision: Precision, recompute: Re
 
 
 def test_blocks_of_other_widths_are_all_traced() -> None:
-    qat = QATSection(scheme="int4g32", local=("*.layers.2.*=int8",))
+    qat = QATSection(scheme="int4g8", local=("*.layers.2.*=int8",))
     module = trainable({**LLAMA, "num_hidden_layers": 5}, qat=qat)
     Tracer(module)
     assert len(module.blocks) == 5
