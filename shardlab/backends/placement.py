@@ -24,6 +24,7 @@ class Setting:
     loop: Loop = "shardlab"
     teacher: ModelShape | None = None  # that is run forward beside it
     taught: int = 0  # bytes of what a teacher's cache brings for a window (on an accelerator: for a micro-batch)
+    masked: int = 0  # bytes of the masks of pruned weights, which every rank has whole
 
     @property
     def compute_size(self) -> int:
@@ -47,6 +48,17 @@ def shares_memory(setting: Setting) -> bool:
     ranks = setting.plan.world_size // setting.plan.replicas
     ours = setting.loop == "shardlab" and setting.plan.backend == "fsdp" and not setting.accelerator
     return ours and setting.plan.shared_memory and ranks > 1
+
+
+def added(one: Bytes, other: Bytes) -> dict[Kind, int]:
+    """The sum by kind."""
+    return {kind: one.get(kind, 0) + other.get(kind, 0) for kind in {**one, **other}}
+
+
+def masks(setting: Setting) -> tuple[Bytes, Bytes]:
+    """Those that are kept, in the memory that computes and on the host, where their bits stay."""
+    held: Bytes = {"parameters": setting.masked} if setting.masked else {}
+    return ({}, held) if setting.accelerator else (held, {})
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ gathered while it runs and while its head makes scores.
 
 from dataclasses import replace
 
-from shardlab.backends.placement import FP32, Setting, largest, shares_memory
+from shardlab.backends.placement import FP32, Setting, added, largest, shares_memory
 from shardlab.backends.zero_config import PERSISTENCE_THRESHOLD, bucket_elements
-from shardlab.plan import ROOT, Bytes, Kind, ModelShape, Moment, Span, Timeline
+from shardlab.plan import ROOT, Kind, ModelShape, Moment, Span, Timeline
 
 
 def with_teacher(setting: Setting, moments: list[Moment]) -> list[Moment]:
     """A step's moments, the teacher's weights beside each, or what it said."""
     held: dict[Kind, int] = resident(setting) if not setting.taught else {"activations": setting.taught}
-    return [replace(one, bytes=_sum(one.bytes, held)) for one in moments] if held else moments
+    return [replace(one, bytes=added(one.bytes, held)) for one in moments] if held else moments
 
 
 def timeline(setting: Setting) -> Timeline:
@@ -27,7 +27,7 @@ def timeline(setting: Setting) -> Timeline:
     def gathered(span: Span) -> Span:
         if span.phase == "forward" and span.segment in (ROOT, setting.model.tail):
             size = running if span.segment == ROOT else scoring
-            return replace(span, peak=_sum(span.peak, {"communication": size}))
+            return replace(span, peak=added(span.peak, {"communication": size}))
         return span
 
     return tuple(gathered(span) for span in setting.timeline)
@@ -94,7 +94,3 @@ def _gathered(setting: Setting, teacher: ModelShape) -> tuple[int, int]:
         return (min(max(root, *units), largest(teacher.parameters) + ahead) + ahead) * size, head * size
     flat = 0 if shares_memory(setting) else 1  # the buffer that a unit is gathered in, before it is copied out
     return (root + max(units) * (1 + flat)) * size, head * (1 + flat) * size
-
-
-def _sum(one: Bytes, other: Bytes) -> dict[Kind, int]:
-    return {kind: one.get(kind, 0) + other.get(kind, 0) for kind in {**one, **other}}

@@ -25,6 +25,7 @@ from shardlab.checkpoint.verification import verify
 from shardlab.checkpoint.write import memory
 from shardlab.errors import UserError
 from shardlab.model.lora import adapter_name
+from shardlab.model.matching import PREFIX
 from shardlab.state.box import boxes_of_range
 from shardlab.state.fragment import BUFFER, FROZEN, MASTER
 from shardlab.state.masks import MASKS
@@ -99,6 +100,7 @@ def _float_dtype(manifest: Manifest, dtype: ExportDtype) -> str | None:
 def _tensors(manifest: Manifest, dtype: str | None) -> list[_Tensor]:
     """What to write, larger elements first: so each tensor is aligned in its file."""
     values = [entry for entry in manifest.tensors if entry.kind in (MASTER, FROZEN, BUFFER)]
+    values = [entry for entry in values if not entry.name.startswith(PREFIX)]  # the training's, not the model's
     adapters = {entry.name: key for entry in values if (key := adapter_name(entry.name)) is not None}
     found = []
     for entry in values:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.errors import UserError
+from shardlab.model.deferred import Weights
 from shardlab.model.divergence import Divergence
+from shardlab.model.matching import Matching, matching, outputs
 from shardlab.model.segments import dissect, output_embeddings, output_transform
 from shardlab.recipe import DistillSection
 
@@ -88,6 +90,7 @@ class Distillation:
         self.weight = weight
         self.columns = columns
         self.rows = (columns, columns)  # of the teacher's head and of the student's
+        self.matching: tuple[Matching, Weights] | None = None  # of hidden states, for the student to take in
         self.run: Callable[[Mapping[str, Tensor]], Tensor] = teacher
         self.whole: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -99,6 +102,7 @@ class Distillation:
             f"teacher of {parameters / 1e6:.2f}M parameters: {self.weight:g} x {self.measure.name} at temperature "
             f"{self.measure.temperature:g}{mixture} + {1 - self.weight:g} x cross-entropy"
         )
+        text += f" {self.matching[0].describe()}" if self.matching is not None else ""
         text += f"; from its {kept} likeliest tokens and the share of the rest" if kept is not None else ""
         teacher, student = self.rows
         if teacher == student:
@@ -110,16 +114,21 @@ class Distillation:
 
     def look(self, batch: Mapping[str, Tensor]) -> "Taught":
         """The teacher's view of a micro-batch."""
-        with torch.no_grad():
-            return Taught(self, self.run(batch))
+        pairs = () if self.matching is None else self.matching[0].pairs
+        with torch.no_grad(), outputs(self.teacher.blocks, (number for _, number in pairs)) as states:
+            return Taught(self, self.run(batch), states)
 
 
 @dataclass(frozen=True)
 class Taught:
-    """`SoftTargets` of one micro-batch; `hidden` is (tokens, the teacher's hidden size)."""
+    """`SoftTargets` of one micro-batch; `hidden` is (tokens, the teacher's hidden size).
+
+    `states`: what the blocks that are matched returned, by number, (batch, sequence, hidden size).
+    """
 
     source: Distillation
     hidden: Tensor
+    states: Mapping[int, Tensor]
 
     @property
     def weight(self) -> float:
@@ -152,4 +161,8 @@ def distillation(section: DistillSection, model: nn.Module, student: nn.Module, 
     measure = Divergence(section.loss, section.temperature, section.mixed)
     found = Distillation(teacher, measure, section.weight, rows if rows == student_rows else vocabulary)
     found.rows = (rows, student_rows)
+    if section.hidden is not None:
+        blocks = len(student.get_submodule(dissect(student).blocks)), len(teacher.blocks)  # type: ignore[arg-type]
+        widths = student.config.hidden_size, model.config.hidden_size  # type: ignore[union-attr]
+        found.matching = matching(section.hidden, blocks, widths)  # type: ignore[arg-type]
     return found

@@ -17,10 +17,11 @@ from shardlab.errors import UserError
 from shardlab.model import attention, policies
 from shardlab.model.cached_teacher import CachedTeacher
 from shardlab.model.head import HeadLoss
+from shardlab.model.matching import PREFIX, Matching, outputs
 from shardlab.model.randomness import StepRandom
 from shardlab.model.saved import Saved, Shelves
 from shardlab.model.segments import Anatomy, Capture, capture, dissect, output_embeddings, output_transform
-from shardlab.model.teacher import Distillation, Teacher
+from shardlab.model.teacher import Distillation, Taught, Teacher
 from shardlab.plan import Recompute
 
 _NO_INPUTS = frozenset({"targets", *TAUGHT})
@@ -38,6 +39,7 @@ class Trainable(nn.Module):
     tail: HeadLoss | None
     tied = False  # whether the head's weight is used in the body too
     random: StepRandom
+    matching: Matching | None  # of a teacher's hidden states
     canonical: dict[str, str]  # this module's parameter names -> the names in the user's model; tied ones once
     aliases: dict[str, str]  # other names of tied tensors in the user's model -> the canonical one
     shapes: dict[str, torch.Size]  # by the user's names, before anything was sharded
@@ -110,12 +112,21 @@ class Trainable(nn.Module):
             assert isinstance(block.forward, _BlockForward)
             block.forward.shelves = shelves if number >= start else None
 
+    def take_in(self, matching: Matching) -> None:
+        """Hidden states are compared by it in training, and its projections learn: before a backend has the module."""
+        self.matching = matching
+        for name, parameter in matching.named_parameters():
+            canonical = PREFIX + name.removeprefix("projections.")
+            self.canonical[f"matching.{name}"] = canonical
+            self.shapes[canonical] = parameter.shape
+
     def _finish(self, model: nn.Module, aliases: dict[str, str], seed: int, recompute: Recompute) -> None:
         """The last step of every constructor."""
         self.architecture = type(model).__name__
         self.aliases = aliases
         self.shapes = {name: parameter.shape for name, parameter in self.named_canonical()}
         self.random = StepRandom(seed)
+        self.matching = None
         for index, block in enumerate(self.blocks, start=1):
             block.forward = _BlockForward(block, self.random, index, recompute)
 
@@ -203,11 +214,17 @@ class CausalLM(Trainable):
         """See `Trainable`; `batch` as in `data.window.MicroBatch.tensors`."""
         taught = self.distillation if self.training else None
         soft = None if taught is None else taught.look(batch)
-        hidden = self.hidden(batch)
+        matched = None
+        if self.matching is not None and isinstance(soft, Taught):
+            with outputs(self.blocks, (number for number, _ in self.matching.pairs)) as states:
+                hidden = self.hidden(batch)
+            matched = self.matching(states, soft.states, batch["targets"]) / denominator
+        else:
+            hidden = self.hidden(batch)
         self.random.enter(len(self.blocks) + 1)
         with nullcontext() if taught is None else taught.whole():
             result: Tensor = self.tail(hidden, batch["targets"], denominator, soft)
-        return result
+        return result if matched is None else result + matched
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Whole logits (batch, sequence, vocabulary): for comparison, never in training."""

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 
 from shardlab.backends import ddp_footprint, fsdp_footprint, teacher_footprint, zero_footprint
-from shardlab.backends.placement import FP32, Setting, Standing, largest, pinned, stored
+from shardlab.backends.placement import FP32, Setting, Standing, added, largest, masks, pinned, stored
 from shardlab.plan import Around, Phase
 from shardlab.recipe import Recipe
 
@@ -63,14 +63,19 @@ def standing(setting: Setting) -> Standing | None:
         return None
     part = {"ddp": ddp_footprint, "fsdp": fsdp_footprint}.get(name, zero_footprint)
     found: Standing = part.standing(setting)
+    if setting.masked:
+        held, host = masks(setting)
+        # A tensor that is read is copied before its pruned weights are set to zero.
+        building = found.building + sum(held.values()) + largest(setting.model.parameters) * FP32
+        resident, away = added(found.resident, held), added(found.host, host)
+        found = replace(found, resident=resident, host=away, building=building)
     teacher = teacher_footprint.resident(setting)
     if not teacher:
         return found
     # The teacher comes when the student's weights are in place.
     stands = sum(size for kind, size in found.resident.items() if kind != "moments")
     building = max(found.building, stands + teacher_footprint.building(setting))
-    resident = {kind: found.resident.get(kind, 0) + teacher.get(kind, 0) for kind in {**found.resident, **teacher}}
-    return replace(found, resident=resident, building=building)
+    return replace(found, resident=added(found.resident, teacher), building=building)
 
 
 def snapshot_bytes(setting: Setting, found: Standing) -> int:
@@ -87,7 +92,7 @@ def on_disk(setting: Setting, saving: Saving) -> tuple[int, int]:
     size = setting.compute_size
     frozen = FP32 if setting.plan.backend in ("fsdp", "stream") else size
     elements = setting.model.numel(trainable=None if saving.whole_model else True)
-    return stored(setting, frozen), elements * size
+    return stored(setting, frozen) + setting.masked, elements * size + setting.masked
 
 
 def around(setting: Setting, saving: Saving, beside: int, spread: float, kept: int = 0) -> Around:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardlab.backends import ddp_footprint, fsdp_footprint, plain_footprint, teacher_footprint, zero_footprint
-from shardlab.backends.placement import Setting, away_bytes, buffer_bytes, largest_away, moment
+from shardlab.backends.placement import Setting, added, away_bytes, buffer_bytes, largest_away, masks, moment
 from shardlab.backends.stream import footprint as stream_footprint
 from shardlab.data.window import TAUGHT
 from shardlab.model.shape import model_shape, teacher_shape
@@ -77,14 +77,16 @@ class Predictor:
         accelerator: bool = False,
         loop: Loop = "shardlab",
         saving: Saving | None = None,
+        masked: int = 0,
     ):
-        """Without `saving` nothing is known of what comes around the steps."""
+        """Without `saving` nothing is known of what comes around the steps. `masked`: bytes of masks that are kept."""
         self.shape = model_shape(module)
         taught = module.distillation
         self._teacher = None if taught is None or taught.teacher is None else teacher_shape(taught.teacher)
         self.block_class = type(module.blocks[0]).__name__ if module.blocks else ""
         self.loop = loop
         self.saving = saving
+        self._masked = masked
         self._module = module
         self._tracer = Tracer(module)
         self._batch = batch
@@ -141,7 +143,8 @@ class Predictor:
         shape, timeline = self._shape(plan), self._timeline(plan)
         taught = sum(one.nbytes for name, one in self._batch(plan.micro_batch).items() if name in TAUGHT)
         taught *= 1 if self._accelerator else plan.accumulation
-        found = Setting(shape, plan, self._states, timeline, self._accelerator, self.loop, self._teacher, taught)
+        kind = self._accelerator, self.loop
+        found = Setting(shape, plan, self._states, timeline, *kind, self._teacher, taught, self._masked)
         return replace(found, timeline=teacher_footprint.timeline(found))
 
     def _shape(self, plan: Plan) -> ModelShape:
@@ -192,6 +195,8 @@ class Predictor:
             keeps = plan.world_size == 1 or plan.keep_freed
             kept = _passing(peak) if keeps and not self._accelerator else 0
             found = replace(found, around=around(setting, self.saving, beside, term["spread_share"], kept))
+        if not self._accelerator:  # masks may stay in the file that they are read from: no memory of the process
+            found = replace(found, low=max(0, found.low - setting.masked))
         if plan.backend == "stream":
             return replace(found, disk=stream_footprint.disk(setting))
         if plan.offload.activations == "disk":
@@ -215,6 +220,9 @@ def placed(setting: Setting) -> list[Moment]:
     own = {"ddp": unsharded, "fsdp": fsdp_footprint, "stream": stream_footprint}
     part: Any = own.get(setting.plan.backend, zero_footprint)
     found = teacher_footprint.with_teacher(setting, list(part.footprint(setting)))
+    if setting.masked:
+        held, host = masks(setting)
+        found = [moment(one.name, one.bytes, held, host=added(one.host, host)) for one in found]
     return _with_shelves(found, setting) if setting.plan.offload.activations != "none" else found
 
 
@@ -233,11 +241,12 @@ def untraced(
     *,
     accelerator: bool,
     teacher: ModelShape | None = None,
+    masked: int = 0,
 ) -> Setting:
     """Of any module, its state alone: for what follows from that."""
     shapes = [ParameterShape(name, tuple(p.shape), p.requires_grad, ROOT) for name, p in model.named_parameters()]
     shape = ModelShape(tuple(shapes), 0, has_tail=False)
-    return Setting(shape, plan, states_per_element(optimizer), (), accelerator, teacher=teacher)
+    return Setting(shape, plan, states_per_element(optimizer), (), accelerator, teacher=teacher, masked=masked)
 
 
 def floor_bytes(setting: Setting, saving: Saving) -> int:

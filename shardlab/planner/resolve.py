@@ -35,9 +35,9 @@ def resolve(recipe: Recipe, *, world_size: int) -> Plan:
             f"shard.backend stream is for one rank, and this job has {world_size}: start one, or set shard.backend=fsdp"
         )
     if streamed and recipe.distill is not None and recipe.distill.cache is None:
+        cache = "" if recipe.distill.hidden else "give distill.cache a directory for what it says, or "
         raise UserError(
-            "distill: backend stream holds no teacher beside the model it trains; give distill.cache a directory for "
-            "what it says, or set shard.backend=ddp"
+            f"distill: backend stream holds no teacher beside the model it trains; {cache}set shard.backend=ddp"
         )
     return Plan(
         backend=backend,

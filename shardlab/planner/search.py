@@ -17,6 +17,7 @@ from shardlab.data.window import TAUGHT_IDS, TAUGHT_REST, TAUGHT_SHARES
 from shardlab.errors import UserError
 from shardlab.model.build import build_shell, teacher_shell
 from shardlab.model.cached_teacher import CachedTeacher
+from shardlab.model.qat import round_layers
 from shardlab.model.trainable import Trainable, make_trainable
 from shardlab.plan import BackendName, Footprint, Loop, ModelShape, Offload, Plan, Recompute
 from shardlab.planner.around import Saving
@@ -28,6 +29,7 @@ from shardlab.planner.plain import PlainLoop, plain_batch
 from shardlab.planner.predict import Predictor
 from shardlab.planner.streaming import fitted
 from shardlab.recipe import Recipe
+from shardlab.state.masks import kept_masks
 
 _ORDER = (
     "least recomputed, then least offloaded, then the backend that communicates least "
@@ -144,20 +146,34 @@ def predictor(recipe: Recipe, machine: Machine, vocabulary: int | None = None, l
         rows = row_shapes(micro_batch, data.sequence_length, packed=data.packing)
         return {**rows, **taught_shapes(rows["input_ids"], taught.top_k)} if isinstance(taught, CachedTeacher) else rows
 
-    saving = Saving.of(recipe) if loop == "shardlab" else None
-    return Predictor(module, batch, recipe.train.optimizer, accelerator=machine.accelerator, loop=loop, saving=saving)
+    ours = loop == "shardlab"
+    return Predictor(
+        module,
+        batch,
+        recipe.train.optimizer,
+        accelerator=machine.accelerator,
+        loop=loop,
+        saving=Saving.of(recipe) if ours else None,
+        masked=kept_masks(recipe.model).nbytes if ours else 0,
+    )
 
 
 def _module(recipe: Recipe, vocabulary: int, loop: Loop) -> Trainable:
     """What is traced; no weights are read."""
     section, length = recipe.distill, recipe.data.sequence_length
     shell = build_shell(recipe.model, vocabulary=vocabulary, sequence_length=length)
+    if recipe.train.qat is not None:
+        if loop != "shardlab":
+            raise UserError("train.qat is of our own loop; no plain one is planned with it")
+        round_layers(shell, recipe.train.qat)
     if section is None:
         return make_trainable(shell) if loop == "shardlab" else PlainLoop(shell)
     if loop != "shardlab":
         raise UserError("distill is of our own loop; no plain one is planned with a teacher")
     teacher = teacher_shell(section, shell, vocabulary=vocabulary, sequence_length=length)
     module = make_trainable(shell)
+    if teacher.matching is not None:
+        module.take_in(teacher.matching[0])
     module.distillation = teacher if section.cache is None else CachedTeacher(teacher, section.cache_top_k)
     return module
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import masking_utils
 
 from shardlab.errors import UserError
+from shardlab.model.grid import Grid
 from shardlab.model.head import HeadLoss
 from shardlab.model.shape import model_shape
 from shardlab.model.trainable import Trainable
@@ -147,8 +148,8 @@ def _documents_unseen(*, packed: bool) -> Iterator[None]:
 
 
 def _repeats(module: Trainable) -> bool:
-    """Whether the blocks are more than three, alike, and in a list that can be shortened."""
-    if len(module.blocks) <= _TRACED_BLOCKS or _block_list(module) is None:
+    """Whether the blocks are more than three, alike, and in a list that can be shortened; no teacher's are matched."""
+    if len(module.blocks) <= _TRACED_BLOCKS or _block_list(module) is None or module.matching is not None:
         return False
     return len({_signature(block) for block in module.blocks}) == 1
 
@@ -161,10 +162,10 @@ def _signature(block: nn.Module) -> tuple[Any, ...]:
             (f"{prefix}.{name}", repr(value))
             for prefix, child in block.named_modules()
             for name, value in vars(child).items()
-            if isinstance(value, bool | int | float | str) and name != "layer_idx"
+            if isinstance(value, bool | int | float | str | Grid | torch.dtype) and name != "layer_idx"
         )
     )
-    return type(block), shapes, settings
+    return tuple(type(module) for module in block.modules()), shapes, settings
 
 
 def _block_list(module: Trainable) -> nn.ModuleList | None:

@@ -45,6 +45,7 @@ train:
   trackers: []                # tensorboard, wandb, mlflow; their files lie in the run's tracking/
 distill: null                 # learn from another model too; with its directory:
   # { teacher: model-directory, weight: 0.5, loss: forward_kl, temperature: 1.0, mixture: null,    # or jsd, ...
+  #   hidden: null,                    # or {}: the hidden states of its blocks too; see docs/compress.md
   #   cache: null, cache_top_k: 64 }   # a directory to keep what the teacher says, so that it need not be in memory
 shard:
   backend: auto               # ddp, zero1, zero2, zero3, fsdp, stream

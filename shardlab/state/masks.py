@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from shardlab.errors import UserError
+from shardlab.recipe import ModelSection
 from shardlab.state.box import Box
 
 MASKS = "shardlab_masks.safetensors"
@@ -49,6 +50,11 @@ class Masks:
     def dump(self) -> bytes:
         """The file's content."""
         return save({name: bits.contiguous() for name, bits in self.packed.items()}, metadata=_NOTE)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, and about those of the file."""
+        return sum(bits.nbytes for bits in self.packed.values())
 
     def __bool__(self) -> bool:
         return bool(self.packed)
@@ -112,6 +118,13 @@ class Masks:
         bits = self.packed[name][start // 8 : -(-(start + numel) // 8)]
         unpacked = np.unpackbits(bits.numpy())[start % 8 : start % 8 + numel]
         return torch.from_numpy(unpacked).view(torch.bool).logical_not_()
+
+
+def kept_masks(section: ModelSection) -> Masks:
+    """Those of the model directory, where the recipe keeps them. Adapters leave the base's zeros alone."""
+    if section.path is None or section.lora is not None or not section.keep_masks:
+        return Masks()
+    return Masks.read(Path(section.path))
 
 
 def packed(stays: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from shardlab.model.lora import (
     transposed_layers,
     write_adapter_config,
 )
+from shardlab.model.matching import PREFIX
 from shardlab.model.trainable import Trainable
 from shardlab.planner.around import SHARD_BYTES
 from shardlab.recipe import ModelSection
@@ -84,9 +85,14 @@ def model_files(module: Trainable, tokenizer: Any, model: ModelSection, masks: M
 
 
 def checked(tensors: Iterator[tuple[str, Tensor]], shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-    """`tensors`, each compared with the shape that the model was built with; at the end, none may be missing."""
-    left = dict(shapes)
+    """`tensors`, each compared with the shape that the model was built with; at the end, none may be missing.
+
+    Projections of hidden states are left out: they are the training's.
+    """
+    left = {name: shape for name, shape in shapes.items() if not name.startswith(PREFIX)}
     for name, tensor in tensors:
+        if name.startswith(PREFIX):
+            continue
         if tensor.shape != left.pop(name, None):
             raise RuntimeError(f"{name} has shape {tuple(tensor.shape)}, the model's is {tuple(shapes.get(name, ()))}")
         yield name, tensor

@@ -26,6 +26,7 @@ from shardlab.data import MicroBatch, Window
 from shardlab.errors import UserError
 from shardlab.model.cached_teacher import CachedTeacher
 from shardlab.model.deferred import ModuleWeights, Weights
+from shardlab.model.matching import WithProjections
 from shardlab.model.qat import round_layers
 from shardlab.model.teacher import Distillation
 from shardlab.model.trainable import Trainable, make_trainable, refuse_packing
@@ -171,6 +172,10 @@ class Engine:
         if self.recipe.train.qat is not None:
             round_layers(model, self.recipe.train.qat)
         self.module = make_trainable(model, seed=self.plan.seed, recompute=self.plan.recompute)
+        if isinstance(teacher, tuple) and teacher[0].matching is not None:
+            matching, projections = teacher[0].matching
+            self.module.take_in(matching)
+            weights = WithProjections(weights, projections)
         self.module.set_recompute(self.plan.recompute, self.plan.recompute_blocks)
         if self.plan.keep_freed:
             keep_freed()

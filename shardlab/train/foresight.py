@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardlab.backends.base import all_reduce_sum
+from shardlab.backends.placement import Setting
 from shardlab.checkpoint.listing import checkpoints
 from shardlab.checkpoint.storage import LocalStorage, spelled_bytes
 from shardlab.errors import UserError
@@ -29,6 +30,7 @@ from shardlab.planner.search import Candidate, assess, predictor, survey
 from shardlab.planner.streaming import fitted
 from shardlab.recipe import Recipe
 from shardlab.runtime.extensions import zero_unavailable_reason
+from shardlab.state.masks import kept_masks
 from shardlab.topology import Topology
 
 WORTH_A_TRACE = 0.35  # of the memory there is
@@ -80,10 +82,19 @@ class Foresight:
 
     def _is_large(self, model: nn.Module) -> bool:
         """Whether the state alone is a good part of the memory that there is."""
-        optimizer = self._recipe.train.optimizer
-        setting = untraced(model, self._plan, optimizer, accelerator=self._machine.accelerator, teacher=self.teacher)
+        setting = self._untraced(model)
         self._state_bytes = floor_bytes(setting, self._saving)
         return self._state_bytes >= WORTH_A_TRACE * self._machine.memory_bytes
+
+    def _untraced(self, model: nn.Module) -> Setting:
+        return untraced(
+            model,
+            self._plan,
+            self._recipe.train.optimizer,
+            accelerator=self._machine.accelerator,
+            teacher=self.teacher,
+            masked=kept_masks(self._recipe.model).nbytes,
+        )
 
     def fit(self, model: nn.Module, output: Path, saved: Path) -> Plan:
         """The plan as it is to be run; see `refuse_what_cannot_fit`. `saved`: where the checkpoints lie.
@@ -154,8 +165,7 @@ class Foresight:
 
     def _no_room(self, model: nn.Module, output: Path, saved: Path) -> str | None:
         """Why the disk is too small for the checkpoints and the model, and what would fit it."""
-        optimizer = self._recipe.train.optimizer
-        setting = untraced(model, self._plan, optimizer, accelerator=self._machine.accelerator, teacher=self.teacher)
+        setting = self._untraced(model)
         each, written = on_disk(setting, self._saving)
         free, there = LocalStorage().free_bytes(output), len(checkpoints(saved))
 

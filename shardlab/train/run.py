@@ -22,9 +22,9 @@ from shardlab.model.deferred import Weights
 from shardlab.model.qat import command
 from shardlab.model.teacher import Distillation
 from shardlab.planner import describe
-from shardlab.recipe import ModelSection, Recipe, dump_recipe
+from shardlab.recipe import Recipe, dump_recipe
 from shardlab.runtime.stopping import REQUEST
-from shardlab.state.masks import Masks
+from shardlab.state.masks import kept_masks
 from shardlab.topology import Topology
 from shardlab.train.after_a_kill import FORESEEN, PLAN_FILE
 from shardlab.train.callbacks import Callback
@@ -206,13 +206,6 @@ def _setup(
     engine.setup(
         model, weights, engine.recipe.train.optimizer, data.tokenizer, packed=packed, masks=masks, teacher=taught
     )
-
-
-def kept_masks(section: ModelSection) -> Masks:
-    """Those of the model directory, where the recipe keeps them. Adapters leave the base's zeros alone."""
-    if section.path is None or section.lora is not None or not section.keep_masks:
-        return Masks()
-    return Masks.read(Path(section.path))
 
 
 def build_from_recipe(engine: Engine, data: PreparedData | OwnData) -> tuple[nn.Module, Weights]:

@@ -43,7 +43,7 @@ def run(source: Path, output: Path, rows: Rows, **values: object) -> dict[str, o
 def test_zeros_are_those_of_the_masks_and_the_figures_those_of_what_loads(
     values: dict[str, object], model: Path, rows: Rows, tmp_path: Path
 ) -> None:
-    """https://github.com/IST-DASLab/sparsegpt/issues/17, https://github.com/WalterSimoncini/SnapViT/issues/1."""
+    """Field case B60: https://github.com/IST-DASLab/sparsegpt/issues/17, https://github.com/WalterSimoncini/SnapViT/issues/1."""
     card = run(model, tmp_path / "out", rows, **values)
     before, after = (load_file(path / "model.safetensors") for path in (model, tmp_path / "out"))
     assert before.keys() == after.keys()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -74,7 +75,7 @@ def test_gptq_costs_less_than_rounding_to_nearest(model: Path, rows: Rows, tmp_p
 
 
 def test_a_new_process_reads_the_same_logits(model: Path, rows: Rows, tmp_path: Path) -> None:
-    """Bit for bit, twice; and none of them is a fresh weight."""
+    """Field case B64: bit for bit, twice; and none of them is a fresh weight."""
     run(model, tmp_path / "out", rows, scheme="int4", group_size=32)
     code = (
         "import sys, torch; from transformers import AutoModelForCausalLM as A;"
@@ -106,8 +107,23 @@ def test_bytes_on_disk(model: Path, rows: Rows, tmp_path: Path) -> None:
     assert expected <= figures["weight_bytes"]["after"] <= expected + header  # type: ignore[index]
 
 
+@pytest.mark.parametrize(("scheme", "share"), [("int8", 0.35), ("w8a8", 0.35), ("int4", 0.2)])
+def test_no_plain_load_takes_it_for_full_precision(
+    scheme: str, share: float, model: Path, rows: Rows, tmp_path: Path
+) -> None:
+    """Field case B64, https://github.com/huggingface/transformers/issues/7923: fresh weights of full size."""
+    run(model, tmp_path / "out", rows, scheme=scheme, group_size=32 if scheme == "int4" else None, method="rtn")
+    before, after = (load_file(directory / "model.safetensors") for directory in (model, tmp_path / "out"))
+    whole, less = (sum(t.nbytes for name, t in file.items() if "_proj" in name) for file in (before, after))
+    assert less <= share * whole
+    plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    plain.load_state_dict(before)
+    with pytest.raises(RuntimeError, match=r"_proj\.weight"):
+        plain.load_state_dict(after)
+
+
 def test_a_tied_head_stays_tied_unless_asked(tied: Path, rows: Rows, tmp_path: Path) -> None:
-    """https://github.com/huggingface/transformers/pull/37905: one side quantized, the tie gone in silence."""
+    """Field case B63, https://github.com/huggingface/transformers/pull/37905: one side quantized, in silence."""
     card = run(tied, tmp_path / "kept", rows, scheme="int8")
     config = AutoConfig.from_pretrained(tmp_path / "kept")
     assert config.tie_word_embeddings

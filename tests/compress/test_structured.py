@@ -62,7 +62,7 @@ def mixture(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_half_goes_and_the_figures_are_those_of_what_the_plain_class_loads(
     method: str, by: str, model: Path, mixture: Path, rows: Rows, tmp_path: Path
 ) -> None:
-    """https://github.com/horseee/LLM-Pruner/issues/37: whole objects pickled, as no class fitted the shapes."""
+    """Field case B60, https://github.com/horseee/LLM-Pruner/issues/37: no class fitted the shapes."""
     source = mixture if method == "experts" else model
     card = run(source, tmp_path / "out", rows, method=method, by=by, sparsity=0.5)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -86,7 +86,7 @@ def test_half_goes_and_the_figures_are_those_of_what_the_plain_class_loads(
 def test_what_went_by_magnitude_was_worth_its_zeros(
     method: str, keep: int, model: Path, rows: Rows, tmp_path: Path
 ) -> None:
-    """https://github.com/CASIA-LMC-Lab/FLAP/issues/7: 1 of 2 groups, 16 of 96 columns; as if they were masked."""
+    """Field case B60, https://github.com/CASIA-LMC-Lab/FLAP/issues/7: 1 of 2 groups, 16 of 96 columns."""
     run(model, tmp_path / "out", rows, method=method, keep=keep, by="magnitude")
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     cut = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)

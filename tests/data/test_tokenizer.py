@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from shardlab.data.corpus import check_corpus, files_corpus
-from shardlab.data.tokenizer import _sample, make_tokenizer
+from shardlab.data.tokenizer import _sample, make_tokenizer, refuse_other_tokens
 from shardlab.errors import UserError
 
 HARD_TEXT = "Ünïcode 🎉\r\n\ttab  two spaces , don't . \u2028\x00<|endoftext|>\n\n"
@@ -84,3 +84,19 @@ def test_a_tokenizer_without_an_eos_token_is_refused(tmp_path, write_text, check
 def test_an_unknown_name_says_what_is_known(tmp_path, write_text, checked):
     with pytest.raises(UserError, match=r"'gpt2-tok' is neither 'bytes', 'bpe-<N>k'"):
         make_tokenizer("gpt2-tok", checked(write_text("x")), tmp_path)
+
+
+def pairs_of(merges, eos="<end>"):
+    vocabulary = {token: number for number, token in enumerate(("a", "b", "c", "ab", "bc", "<end>", "<stop>"))}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, merges)), eos_token=eos)
+
+
+def test_field_case_b57_one_vocabulary_with_other_merges_or_other_roles_is_told_apart():
+    """https://github.com/arcee-ai/DistillKit/issues/7: a teacher reads other tokens, and training looks normal."""
+    merges = [("a", "b"), ("b", "c")]
+    one = pairs_of(merges)
+    refuse_other_tokens(one, pairs_of(merges), "teacher", "student")
+    with pytest.raises(UserError, match=r"of one vocabulary, they split .* otherwise in teacher and in student"):
+        refuse_other_tokens(one, pairs_of(merges[::-1]), "teacher", "student")
+    with pytest.raises(UserError, match="eos is 5 in teacher and 6 in student"):
+        refuse_other_tokens(one, pairs_of(merges, "<stop>"), "teacher", "student")

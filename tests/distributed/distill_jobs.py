@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,6 +16,7 @@ from shardlab.data.window import TAUGHT_IDS, TAUGHT_REST, TAUGHT_SHARES, MicroBa
 from shardlab.model.cached_teacher import CachedTeacher, likeliest
 from shardlab.model.deferred import build_deferred
 from shardlab.model.divergence import Divergence
+from shardlab.model.matching import WithProjections
 from shardlab.model.teacher import distillation
 from shardlab.model.trainable import Trainable
 from shardlab.recipe import DistillSection
@@ -24,6 +26,9 @@ from tests.distributed.jobs import Arrays, Case, make_plan, prepared, settings, 
 from tests.distributed.models import MODELS, VOCABULARY
 from tests.model.test_divergence import defined as divergence_of
 from tests.train.support import TINY
+
+HIDDEN_WEIGHT = 0.3
+PAIRS = ((1, 2), (2, 3))  # blocks of the student and of the teacher, two and three, evenly spaced
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Lesson:
     weight: float = 0.7
     tied: bool = False
     rows: int = VOCABULARY  # of the teacher's head
+    hidden: str | None = None  # how the distance of hidden states is taken, if they are matched
     kept: int | None = None  # tokens of each position, of what the teacher said before; None: it is there itself
 
 
@@ -53,9 +59,9 @@ def teacher(*, tied: bool, rows: int) -> nn.Module:
 
 def section(lesson: Lesson) -> DistillSection:
     """The recipe's section of the lesson."""
-    return DistillSection.model_validate(
-        {"teacher": "t", "loss": lesson.loss, "temperature": lesson.temperature, "weight": lesson.weight}
-    )
+    given = {"teacher": "t", "loss": lesson.loss, "temperature": lesson.temperature, "weight": lesson.weight}
+    hidden = None if lesson.hidden is None else {"loss": lesson.hidden, "weight": HIDDEN_WEIGHT}
+    return DistillSection.model_validate({**given, "hidden": hidden})
 
 
 @contextmanager
@@ -63,10 +69,12 @@ def taught(lesson: Lesson) -> Iterator[tuple[Backend, Trainable, Topology]]:
     """The student on its backend, the teacher beside it."""
     case = lesson.case
     model, weights = build_deferred(lambda: MODELS[case.model](case.dropout), seed=0)
+    tutor, values = build_deferred(lambda: teacher(tied=lesson.tied, rows=lesson.rows), seed=1)
+    found, matching = distillation(section(lesson), tutor, model, VOCABULARY), None
+    if found.matching is not None:
+        matching, weights = found.matching[0], WithProjections(weights, found.matching[1])
     plan = make_plan(case, sequences(case.data))
-    with prepared(model, weights, plan, settings(case), case.threshold) as (engine, trainable, topology):
-        tutor, values = build_deferred(lambda: teacher(tied=lesson.tied, rows=lesson.rows), seed=1)
-        found = distillation(section(lesson), tutor, model, VOCABULARY)
+    with prepared(model, weights, plan, settings(case), case.threshold, matching) as (engine, trainable, topology):
         if lesson.kept is not None:
             trainable.distillation = CachedTeacher(found, lesson.kept)
             yield engine, trainable, topology
@@ -161,12 +169,44 @@ def _local(parameter: torch.Tensor) -> int:
     return int(to_local().numel() if to_local is not None else parameter.numel())
 
 
+def ran(model: nn.Module, one: dict[str, Tensor], valid: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Scores of the tokens that count, and what each block returned of them, before any norm."""
+    states: list[Tensor] = []
+    blocks = model.model.layers if hasattr(model, "model") else model.transformer.h  # type: ignore[union-attr]
+
+    def note(_block: nn.Module, _given: Any, output: Any) -> None:
+        states.append((output[0] if isinstance(output, tuple) else output)[0][valid])
+
+    hooks = [block.register_forward_hook(note) for block in blocks]  # type: ignore[union-attr]
+    scores = model(**one, use_cache=False).logits[0][valid]
+    for hook in hooks:
+        hook.remove()
+    return scores, states
+
+
+def distances(lesson: Lesson, one: Tensor, other: Tensor) -> Tensor:
+    """Of each token, by the definition."""
+    if lesson.hidden == "cosine":
+        return 1 - (one * other).sum(1) / (one.norm(dim=1) * other.norm(dim=1))
+    return ((one - other) ** 2).sum(1) / other.shape[1]
+
+
+def projections(lesson: Lesson, student: nn.Module, tutor: nn.Module) -> list[nn.Parameter]:
+    """The maps between the two widths, by their initial values."""
+    if lesson.hidden is None:
+        return []
+    matching = distillation(section(lesson), tutor, student, VOCABULARY).matching
+    assert matching is not None
+    return [nn.Parameter(matching[1].tensor(f"projections.{number}.weight")) for number in range(len(PAIRS))]
+
+
 def defined(lesson: Lesson) -> list[float]:
     """Losses by plain torch in one process: both models whole, one row of the batch after another, SGD by hand."""
     case = lesson.case
     model = real(lambda: MODELS[case.model](case.dropout), seed=0)
     tutor = real(lambda: teacher(tied=lesson.tied, rows=lesson.rows), seed=1).eval()
-    optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
+    maps = projections(lesson, model, tutor)
+    optimizer = torch.optim.SGD([*model.parameters(), *maps], lr=case.lr)
     measure, losses = Divergence(lesson.loss, lesson.temperature, section(lesson).mixed), []  # type: ignore[arg-type]
     for step in range(case.steps):
         batch = DATA[case.data](step)
@@ -177,9 +217,10 @@ def defined(lesson: Lesson) -> list[float]:
             valid = targets >= 0
             if not valid.any():
                 continue
-            scores = model(**one, use_cache=False).logits[0][valid]
+            scores, states = ran(model, one, valid)
             with torch.no_grad():
-                said = tutor(**one, use_cache=False).logits[0][valid][:, :VOCABULARY]
+                said, shown = ran(tutor, one, valid)
+            said = said[:, :VOCABULARY]
             hard = nn.functional.cross_entropy(scores, targets[valid], reduction="sum")
             if lesson.kept is not None:
                 scores_, said = in_shares(measure.temperature, lesson.kept, scores, said)
@@ -187,10 +228,13 @@ def defined(lesson: Lesson) -> list[float]:
             else:
                 soft = divergence_of(measure, scores, said)
             loss = (1 - lesson.weight) * hard + lesson.weight * soft.sum()
+            for number, (mine, other) in enumerate(PAIRS if lesson.hidden else ()):
+                away = distances(lesson, states[mine - 1] @ maps[number].t(), shown[other - 1])
+                loss = loss + HIDDEN_WEIGHT / len(PAIRS) * away.sum()
             (loss / counted).backward()
             total += loss.item() / counted
         losses.append(total)
-        nn.utils.clip_grad_norm_(model.parameters(), case.clip or float("inf"))
+        nn.utils.clip_grad_norm_([*model.parameters(), *maps], case.clip or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
     return losses

@@ -18,6 +18,7 @@ from shardlab.backends import make_backend, zero_config
 from shardlab.backends.base import Applied, Backend, Job, OptimizerSettings
 from shardlab.backends.optimizer import build_optimizer
 from shardlab.model.deferred import build_deferred
+from shardlab.model.matching import Matching
 from shardlab.model.trainable import Trainable, make_trainable
 from shardlab.plan import Offload, Plan
 from shardlab.recipe import SGD, AdamW, ParameterGroup
@@ -129,12 +130,19 @@ def running(case: Case) -> Iterator[tuple[Backend, Trainable, Topology]]:
 
 @contextmanager
 def prepared(
-    model: nn.Module, weights: Any, plan: Plan, optimizer: OptimizerSettings, threshold: int = 0
+    model: nn.Module,
+    weights: Any,
+    plan: Plan,
+    optimizer: OptimizerSettings,
+    threshold: int = 0,
+    matching: Matching | None = None,
 ) -> Iterator[tuple[Backend, Trainable, Topology]]:
     """A backend that holds `model`; released afterwards, so that the next job starts from nothing."""
     topology = Topology.detect()
     trainable = make_trainable(model, seed=7)
     trainable.set_recompute(plan.recompute, plan.recompute_blocks)
+    if matching is not None:
+        trainable.take_in(matching)
     trainable.train()
     if plan.compile:
         trainable.compile_blocks()

@@ -5,14 +5,16 @@ from dataclasses import replace
 
 import pytest
 
+from shardlab.model.matching import PREFIX
 from tests.distributed.compare import BACKENDS, assert_close, assert_tensors_agree
-from tests.distributed.distill_jobs import Learned, Lesson, defined, teacher
+from tests.distributed.distill_jobs import PAIRS, Learned, Lesson, defined, teacher
 from tests.distributed.jobs import Case
 from tests.distributed.models import VOCABULARY
 from tests.distributed.pool import Pools
 
 LESSON = Lesson(Case(steps=3, lr=1.0, clip=1.0))
 KEPT = replace(LESSON, kept=12)
+MATCHED = replace(LESSON, hidden="mse")
 PADDED = replace(LESSON, rows=VOCABULARY + 7, loss="jsd")
 
 
@@ -38,7 +40,17 @@ def on(backend: str) -> Lesson:
     return replace(LESSON, case=replace(LESSON.case, backend=backend, micro=2))
 
 
-@pytest.mark.parametrize("lesson", [LESSON, PADDED, replace(LESSON, tied=True, loss="reverse_kl")], ids=str)
+@pytest.mark.parametrize(
+    "lesson",
+    [
+        LESSON,
+        PADDED,
+        MATCHED,
+        replace(LESSON, hidden="cosine", case=replace(LESSON.case, recompute="full")),
+        replace(LESSON, tied=True, loss="reverse_kl"),
+    ],
+    ids=str,
+)
 def test_in_one_process_as_by_plain_torch(learn: Learn, lesson: Lesson) -> None:
     assert_close(learn(lesson)[0].losses, defined(lesson), 1e-5)
 
@@ -51,6 +63,22 @@ def test_on_two_ranks_as_on_one(learn: Learn, backend: str) -> None:
         assert_close(result.norms, alone.norms, 1e-5)
         assert_close(result.evaluation, alone.evaluation, 1e-5)
     assert_tensors_agree(results[0].after, alone.after, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hidden_states_on_two_ranks_as_on_one(learn: Learn, backend: str) -> None:
+    """The projections, of 24 rows that learn with the student, are sharded and in its training state."""
+    alone = learn(MATCHED)[0]
+    results = learn(replace(MATCHED, case=replace(MATCHED.case, backend=backend, micro=2)), 2)
+    assert alone.losses[0] > learn(LESSON)[0].losses[0]
+    for result in results:
+        assert_close(result.losses, alone.losses, 1e-5)
+        assert_close(result.norms, alone.norms, 1e-5)
+        assert_close(result.evaluation, alone.evaluation, 1e-5)
+    assert_tensors_agree(results[0].after, alone.after, tolerance=1e-5)
+    names = {f"{PREFIX}{number}.weight" for number in range(len(PAIRS))}
+    assert names <= results[0].after.keys()
+    assert names <= results[0].fragments | results[1].fragments
 
 
 def test_from_what_a_teacher_said_before_as_by_plain_torch(learn: Learn) -> None:

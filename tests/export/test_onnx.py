@@ -29,6 +29,7 @@ def export(model: Path, output: Path, dtype: str) -> onnx_export.OnnxExport:
 
 @pytest.mark.parametrize("name", ["llama-tied-biased", "llama3-rope", "mistral", "qwen2", "qwen3", "gpt2"])
 def test_onnxruntime_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    """Field case B68, https://github.com/huggingface/optimum/issues/449: compared at shapes that were not traced."""
     save_model(tmp_path / "model", name, bpe_tokenizer(280), 320)
     done = export(tmp_path / "model", tmp_path / "out", "fp32")
     assert done.agreement.error < 2e-6
@@ -82,7 +83,7 @@ def test_bytes_of_the_weights(tmp_path: Path) -> None:
 
 
 def test_a_failed_check_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exporter is made to fix what the first traced run saw: positions that don't go on."""
+    """Field case B68: the exporter is made to fix what the first traced run saw: positions that don't go on."""
     save_model(tmp_path / "model", "llama", bpe_tokenizer(280), 320)
     whole = onnx_graph._Flat.forward
 

@@ -23,7 +23,7 @@ def test_names() -> None:
 
 
 def test_groups_that_do_not_divide_are_named_before_anything_runs() -> None:
-    """https://github.com/vllm-project/llm-compressor/issues/1983: found at the save, after hours, without a name."""
+    """Field case B62, https://github.com/vllm-project/llm-compressor/issues/1983: found at the save, without a name."""
     with pytest.raises(UserError, match=r"layers\.1\.odd \(30 inputs\): .*skip.*smaller.*channel") as raised:
         choose(LAYERS, INT4, {})
     assert "wide" not in str(raised.value)

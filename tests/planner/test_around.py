@@ -1,14 +1,20 @@
 """What a run takes around its steps: when a copy for saves is there, how many checkpoints are kept, and sizes."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardlab.backends.placement import Setting
-from shardlab.plan import BackendName, ModelShape, ParameterShape, Plan
+from shardlab.plan import BackendName, Footprint, ModelShape, ParameterShape, Plan
 from shardlab.planner.around import SHARD_BYTES, Saving, around, on_disk
+from shardlab.planner.machine import Machine
+from shardlab.planner.search import predictor
 from shardlab.recipe import Recipe
+from shardlab.state.masks import MASKS, Masks
 
 SHAPE = ModelShape(
     (ParameterShape("embedding", (1000, 1000), True, 2), ParameterShape("block", (1000, 2000), False, 1)),
@@ -41,6 +47,46 @@ def test_what_is_saved_when(
 ) -> None:
     asked = Recipe.from_dict({"train": {"steps": 200, **train}, "checkpoint": checkpoint})
     assert Saving.of(asked) == Saving(copies, during, checkpoints, whole_model=True)
+
+
+def foreseen(directory: Path, *, keep_masks: bool = False, qat: Any = None, distill: Any = None) -> Footprint:
+    """Of a step of a one-block Llama whose config is written to `directory`."""
+    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 256}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    (directory / "config.json").write_text(json.dumps(config))
+    model = {"path": str(directory), "keep_masks": keep_masks}
+    recipe = {"model": model, "data": {"sequence_length": 16}, "train": {"qat": qat}, "distill": distill}
+    machine = Machine("here", 1, False, 2**35, 2**35)
+    plan = Plan("ddp", 1, 1, 1, 1, "fp32")
+    return predictor(Recipe.from_dict(recipe), machine, vocabulary=64).footprint(plan)
+
+
+def test_a_recipe_s_masks_and_rounding_are_in_its_footprint(tmp_path: Path) -> None:
+    """Both by themselves: the lower end has the masks' file for no memory of the process."""
+    stays = {"model.layers.0.mlp.up_proj.weight": torch.zeros(256, 64, dtype=torch.bool)}
+    (tmp_path / MASKS).write_bytes(Masks.of(stays).dump())
+    free, masked = foreseen(tmp_path), foreseen(tmp_path, keep_masks=True)
+    assert masked.tensors - free.tensors == 256 * 64 // 8
+    assert masked.high > free.high
+    assert masked.low <= free.low
+    assert masked.around is not None
+    assert free.around is not None
+    assert masked.around.checkpoint - free.around.checkpoint == 256 * 64 // 8
+    rounded = foreseen(tmp_path, qat={"scheme": "int4g32"})
+    assert rounded.tensors > free.tensors + 256 * 64 * 4  # a layer's rounded weight, at the least
+
+
+def test_projections_of_hidden_states_are_trained_like_all_else(tmp_path: Path) -> None:
+    alone, matched = (
+        foreseen(tmp_path, distill={"teacher": str(tmp_path), "hidden": hidden})
+        for hidden in (None, {"projection": True})
+    )
+    assert matched.bytes["moments"] - alone.bytes["moments"] == 64 * 64 * 8
+    assert matched.bytes["parameters"] - alone.bytes["parameters"] == 64 * 64 * 4
+    assert matched.tensors > alone.tensors + 64 * 64 * 16
+    assert matched.around is not None
+    assert alone.around is not None
+    assert matched.around.checkpoint - alone.around.checkpoint == 64 * 64 * 12
 
 
 @pytest.mark.parametrize("backend", ["ddp", "zero1", "zero3", "fsdp"])

@@ -9,6 +9,7 @@ from shardlab.backends import ddp_footprint, fsdp_footprint, zero_footprint
 from shardlab.backends.placement import Setting
 from shardlab.plan import BackendName, ModelShape, Moment, Offload, ParameterShape, Plan, Span
 from shardlab.planner.around import standing
+from shardlab.planner.predict import placed
 
 BLOCK = 1_000_000
 SHAPE = ModelShape(
@@ -108,6 +109,24 @@ def test_what_is_not_trained_is_never_there_in_fp32_where_bf16_computes() -> Non
     found = standing(Setting(frozen, replace(PLAN, precision="bf16"), 2, EMPTY))
     assert found is not None
     assert found.building < TOTAL * 4
+
+
+@pytest.mark.parametrize("backend", PARTS_OF_ALL)
+def test_masks_are_whole_on_every_rank(backend: BackendName) -> None:
+    """Their bits stay on the host."""
+    plain = setting(backend)
+    masked = replace(plain, masked=TOTAL // 8)
+    for before, after in zip(placed(plain), placed(masked), strict=True):
+        assert after.total == before.total + TOTAL // 8
+    found, with_masks = standing(plain), standing(masked)
+    assert found is not None
+    assert with_masks is not None
+    assert sum(with_masks.resident.values()) == sum(found.resident.values()) + TOTAL // 8
+    assert with_masks.building == found.building + TOTAL // 8 + BLOCK * 4  # and a tensor whose zeros are set
+    device = replace(masked, accelerator=True)
+    for before, after in zip(placed(replace(plain, accelerator=True)), placed(device), strict=True):
+        assert after.total == before.total
+        assert after.host["parameters"] == before.host.get("parameters", 0) + TOTAL // 8
 
 
 def test_rows_that_do_not_divide_are_padded() -> None:

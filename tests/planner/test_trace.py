@@ -15,13 +15,14 @@ from shardlab.backends.ddp import DDPBackend
 from shardlab.data.window import MicroBatch, Window
 from shardlab.errors import UserError
 from shardlab.model.deferred import ModuleWeights
+from shardlab.model.qat import round_layers
 from shardlab.model.shape import model_shape
 from shardlab.model.trainable import Summed, Trainable, make_trainable
 from shardlab.plan import ROOT, Plan, Precision, Recompute, Timeline
 from shardlab.planner.predict import Predictor
 from shardlab.planner.search import row_shapes
 from shardlab.planner.trace import Gradients, Tracer
-from shardlab.recipe import AdamW
+from shardlab.recipe import AdamW, QATSection
 from shardlab.topology import Topology
 
 LLAMA: dict[str, Any] = {
@@ -40,9 +41,11 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 2}
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 32}
 
 
-def trainable(config: dict[str, Any], recompute: Any = "none") -> Trainable:
+def trainable(config: dict[str, Any], recompute: Any = "none", qat: QATSection | None = None) -> Trainable:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+    if qat is not None:
+        round_layers(model, qat)
     return make_trainable(model, recompute=recompute)
 
 
@@ -117,6 +120,26 @@ def test_the_trace_is_within_one_percent_of_the_allocators_own_events(
     predicted = highest(Tracer(trainable(config)).timeline(batch, precision, "buffers", recompute))
     measured = allocated(trainable(config, recompute), batch, precision)
     assert predicted == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize(("precision", "recompute"), [("fp32", "full"), ("bf16", "none")])
+def test_the_search_for_scales_is_traced_too(precision: Precision, recompute: Recompute) -> None:
+    """Several tensors of a layer's size at once, in fp32: of one short row with wide layers they are the peak."""
+    wide, qat = {**LLAMA, "intermediate_size": 4096}, QATSection(scheme="int4g32")
+    batch = row_shapes(1, 32, packed=True)
+    plain, predicted = (
+        highest(Tracer(trainable(wide, qat=one)).timeline(batch, precision, "buffers", recompute))
+        for one in (None, qat)
+    )
+    assert predicted > 1.5 * plain
+    assert predicted == pytest.approx(allocated(trainable(wide, recompute, qat), batch, precision), rel=0.01)
+
+
+def test_blocks_of_other_widths_are_all_traced() -> None:
+    qat = QATSection(scheme="int4g8", local=("*.layers.2.*=int8",))
+    module = trainable({**LLAMA, "num_hidden_layers": 5}, qat=qat)
+    Tracer(module)
+    assert len(module.blocks) == 5
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

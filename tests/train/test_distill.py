@@ -10,7 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from shardlab.checkpoint import CheckpointReader
+from shardlab.checkpoint.export import export
 from shardlab.data.tokenizer import make_tokenizer
+from shardlab.model.matching import PREFIX
 from tests.distributed.pool import Pools
 from tests.train.support import TINY, losses, shardlab, steps, write_recipe
 
@@ -70,6 +73,26 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(teacher: Path, tmp
     assert shardlab("train", recipe, *arguments, tmp_path / "cut", "--set", "train.stop_after=2").code == 0
     assert shardlab("train", recipe, *arguments, tmp_path / "cut", "--resume", "auto").code == 0
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_hidden_states_are_learned_from_and_the_projections_stay_in_the_run(teacher: Path, tmp_path: Path) -> None:
+    """They are in its checkpoints, and go on learning; neither the model nor a checkpoint's export has them."""
+    recipe = recipe_of(tmp_path, teacher, weight=0.5, hidden={"projection": True, "loss": "cosine"})
+    arguments = ("--set", "train.steps=4", "--output")
+    ended = shardlab("train", recipe, *arguments, tmp_path / "whole")
+    assert ended.code == 0, ended.err
+    assert "+ 1 x cosine of hidden states through projections, blocks 1<-2, 2<-3" in ended.out
+    assert shardlab("train", recipe, *arguments, tmp_path / "cut", "--set", "train.stop_after=2").code == 0
+    (saved,) = (tmp_path / "cut" / "checkpoints").glob("step-*")
+    with CheckpointReader(saved) as reader:
+        learned = [name for name in reader.shapes() if name.startswith(PREFIX)]
+    assert len(learned) == TINY["num_hidden_layers"]
+    assert shardlab("train", recipe, *arguments, tmp_path / "cut", "--resume", "auto").code == 0
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    export(saved, tmp_path / "exported")
+    for directory in (tmp_path / "whole" / "model", tmp_path / "exported"):
+        loaded = AutoModelForCausalLM.from_pretrained(directory)
+        assert set(load_file(directory / "model.safetensors")) == set(loaded.state_dict())
 
 
 def test_two_ranks_that_shard_the_teacher_train_the_run_of_one(pools: Pools, teacher: Path, tmp_path: Path) -> None:
@@ -134,6 +157,9 @@ def test_field_case_b57_other_tokenizers_are_refused(teacher: Path, tmp_path: Pa
     [
         ({"distill.teacher": "/nowhere"}, "distill.teacher: '/nowhere' is not a directory"),
         ({"shard.backend": "stream"}, "distill: backend stream holds no teacher"),
+        ({"shard.backend": "stream", "distill.hidden": "{}"}, "beside the model it trains; set shard.backend=ddp"),
+        ({"distill.cache": "said", "distill.hidden": "{}"}, "hidden needs the teacher's hidden states, and cache"),
+        ({"distill.hidden": "{layers: [[1, 4]]}"}, "the teacher has 3 blocks, and no block 4"),
         ({"distill.mixture": "0.5"}, "mixture is for jsd, skew_kl, skew_reverse_kl; forward_kl has none"),
         ({"distill.loss": "kl"}, "distill.loss"),
     ],

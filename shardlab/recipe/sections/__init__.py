@@ -7,7 +7,7 @@ here, so asking for it is an error and never a wish passed over in silence.
 
 from shardlab.recipe.sections.checkpoint import CheckpointSection
 from shardlab.recipe.sections.data import TOKENIZER_NAMES, ColumnNames, DataSection
-from shardlab.recipe.sections.distill import DistillSection, DivergenceName
+from shardlab.recipe.sections.distill import DistillSection, DivergenceName, HiddenSection
 from shardlab.recipe.sections.model import LoraSection, ModelSection
 from shardlab.recipe.sections.shard import OffloadSection, ShardSection, offload_complaint, size_bytes
 from shardlab.recipe.sections.train import (
@@ -32,6 +32,7 @@ __all__ = [
     "DataSection",
     "DistillSection",
     "DivergenceName",
+    "HiddenSection",
     "LinearSchedule",
     "LoraSection",
     "ModelSection",
