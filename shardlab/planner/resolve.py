@@ -69,8 +69,8 @@ def _keeps_freed(recipe: Recipe, backend: BackendName) -> bool:
     """Raises UserError where too much would be kept."""
     if recipe.shard.keep_freed and backend != "ddp":
         raise UserError(
-            f"shard.keep_freed is for backend ddp, not {backend}, whose large buffers would stay beside each other: set "
-            "shard.keep_freed=false"
+            f"shard.keep_freed is for backend ddp, not {backend}, whose large buffers would stay beside each other: "
+            "set shard.keep_freed=false"
         )
     return recipe.shard.keep_freed
 
