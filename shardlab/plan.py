@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Literal, get_args
 
@@ -105,7 +106,7 @@ class ParameterShape:
     trainable: bool
     unit: int
 
-    @property
+    @cached_property  # a survey asks for it millions of times
     def numel(self) -> int:
         """Elements."""
         return prod(self.shape)
@@ -138,7 +139,14 @@ class ModelShape:
 
     def unit(self, index: int) -> tuple[ParameterShape, ...]:
         """The parameters of one unit."""
-        return tuple(p for p in self.parameters if p.unit == index)
+        return self._units.get(index, ())
+
+    @cached_property
+    def _units(self) -> Mapping[int, tuple[ParameterShape, ...]]:
+        units: dict[int, list[ParameterShape]] = {}
+        for parameter in self.parameters:
+            units.setdefault(parameter.unit, []).append(parameter)
+        return {index: tuple(parameters) for index, parameters in units.items()}
 
 
 @dataclass(frozen=True)

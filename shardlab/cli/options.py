@@ -1,5 +1,8 @@
 """Arguments and options that several commands have, and what they say on stderr."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,3 +39,14 @@ def speed_into_card(source: Path, output: Path, threads: int | None) -> dict[str
     if output.is_dir():
         add_figures(output, figures)
     return figures
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """For imports of heavy libraries: what they make stays, and looking through it for garbage took a fifth of them."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

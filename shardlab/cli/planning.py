@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardlab.cli.options import Json, Overrides, RecipeFile, to_stderr
+from shardlab.cli.options import Json, Overrides, RecipeFile, to_stderr, uncollected
 
 
 def plan(
@@ -49,8 +49,9 @@ def plan(
     `shardlab plan --model my-model --seq 4096 --hardware 8xA100-80G --json`,
     `shardlab plan recipe.yaml --nproc 2 --emit planned`, `shardlab plan recipe.yaml --loop hf --emit planned`
     """
-    from shardlab.planner import handover, show
-    from shardlab.planner.survey import parse_loop, survey_for
+    with uncollected():
+        from shardlab.planner import handover, show
+        from shardlab.planner.survey import parse_loop, survey_for
 
     found = survey_for(recipe, overrides or (), model, seq, nproc, hardware, hardware_file, parse_loop(loop), disk_tbw)
     typer.echo(json.dumps(show.as_dict(found)) if as_json else show.text(found, every=every, explain=explain))
