@@ -39,7 +39,10 @@ SEQUENCE = 256
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. `offload`: what the backend can. `saving`: a checkpoint in the background after each step."""
+    """One run. `offload`: what the backend can. `saving`: a checkpoint in the background after each step.
+
+    `kept` and `compiled` are the recipe's `shard.keep_freed` and `train.compile`.
+    """
 
     model: str
     backend: str
@@ -51,12 +54,14 @@ class Cell:
     offload: bool = False
     loop: str = "shardlab"
     saving: bool = False
+    kept: bool = False
+    compiled: bool = False
 
     def __str__(self) -> str:
         what = [] if self.loop == "shardlab" else [self.loop]
         what += [self.model, self.backend, f"x{self.ranks}", self.precision]
         what += [f"recompute {self.recompute}"] * (self.recompute != "none") + ["offload"] * self.offload
-        what += ["saving"] * self.saving
+        what += ["saving"] * self.saving + ["freed kept"] * self.kept + ["compiled"] * self.compiled
         return " ".join([*what, f"{self.micro_batch} x {self.accumulation}"])
 
     def write_recipe(self, directory: Path, steps: int) -> Path:
@@ -75,11 +80,13 @@ class Cell:
                 "steps": steps,
                 "global_batch_size": self.micro_batch * self.accumulation * self.ranks,
                 "precision": self.precision,
+                "compile": self.compiled,
             },
             "shard": {
                 "backend": self.backend,
                 "micro_batch": self.micro_batch,
                 "recompute": self.recompute,
+                "keep_freed": self.kept,
                 "offload": dict.fromkeys(moved, "cpu") if self.offload else {},
             },
             "checkpoint": {"every": 1 if self.saving else None, "keep": 1},
@@ -128,6 +135,13 @@ def memory_cells() -> Iterator[Cell]:
     yield Cell("qwen2-tied", "zero2", micro_batch=4)
     yield Cell("qwen2-tied", "fsdp", precision="bf16", micro_batch=4)
     yield Cell("gpt2", "zero2", precision="bf16", accumulation=4)
+    yield Cell("llama", "ddp", kept=True)
+    yield Cell("llama-150m", "ddp", precision="bf16", micro_batch=4, kept=True)
+    yield Cell("llama", "ddp", ranks=1, precision="bf16", micro_batch=4, kept=True)
+    yield Cell("gpt2", "ddp", ranks=1, micro_batch=4, kept=True)
+    yield Cell("llama", "ddp", compiled=True)
+    yield Cell("llama", "fsdp", precision="bf16", micro_batch=4, compiled=True)
+    yield Cell("llama-150m", "ddp", ranks=1, precision="bf16", micro_batch=4, compiled=True)
     for backend in ("ddp", "fsdp", "zero2", "zero3"):
         yield Cell("llama", backend, saving=True)
     yield Cell("llama", "fsdp", precision="bf16", saving=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from contestants import LOOP, OUR_RUN, TRAINER, add_options, our_engine, take_part
-from report import Report, Target, say
+from report import MiB, Report, Target, say
 from turns import Contestant, Turn, Work
 
 MODELS: dict[str, dict[str, Any]] = {  # tied
@@ -143,9 +143,13 @@ def summary(options: argparse.Namespace, chosen: dict[str, Work]) -> Report:
             "tokens/CPU s": ".1f",
             "of CPU bound": ".2f",
             "CPU to Trainer": ".2f",
+            "peak MiB": ",.0f",
             "loss": ".4f",
         },
-        notes=["of CPU bound: the same in CPU seconds; CPU to Trainer: tokens per CPU second over the Trainer's"],
+        notes=[
+            "peak: of the larger rank, with its libraries",
+            "of CPU bound: the same in CPU seconds; CPU to Trainer: tokens per CPU second over the Trainer's",
+        ],
     )
     kept = [json.loads(line) for line in options.results.read_text().splitlines()]
     for cell, work in chosen.items():
@@ -178,6 +182,7 @@ def _row(cell: str, name: str, turns: Sequence[dict[str, Any]], work: Work) -> d
         "of bound": statistics.median(flop / turn["seconds"] / turn["products"] for turn in turns),
         "tokens/CPU s": statistics.median(work.tokens / turn["cpu_seconds"] for turn in turns),
         "of CPU bound": statistics.median(flop / turn["cpu_seconds"] / turn["cpu_products"] for turn in turns),
+        "peak MiB": statistics.median(turn.get("peak_bytes", 0.0) for turn in turns) / MiB,
         "loss": turns[-1]["loss"],
     }
 

@@ -285,8 +285,10 @@ def _process(peak: Moment, plan: Plan, *, accelerator: bool, loop: Loop) -> Foot
     kept = round(term["passing_share"] * _passing(peak))  # in holes between blocks; half of it was seen too
     spread = round(term["spread_bytes"] + term["spread_share"] * peak.total)
     middle = peak.total + round(term["bytes"]) + kept
-    if plan.compile:  # what the compiler leaves in the process
-        middle, spread = middle + _PROCESS["compiler"]["bytes"], spread + _PROCESS["compiler"]["spread_bytes"]
+    if plan.compile:
+        compiler = _PROCESS["compiler"]
+        middle += compiler["bytes"] + round(compiler["passing_share"] * _passing(peak))
+        spread += compiler["spread_bytes"]
     return Footprint(
         moment=peak.name,
         bytes=peak.bytes,

@@ -60,7 +60,7 @@ shard:
     activations: none         # or cpu (of an accelerator's), disk: what blocks save for their backward pass
     directory: null           # of activations on the disk; null = the run's own
     disk_limit: null          # of the same, e.g. 20GiB; null = what is free
-  keep_freed: false           # ddp on a CPU: keep the memory that steps free: quicker, up to a tenth more of it
+  keep_freed: false           # ddp on a CPU: keep the memory that steps free: quicker, up to an eighth more of it
   recompute: none             # or selective (all but attention and every other product), full (whole blocks), auto
   memory_limit: null          # stream, recompute auto: what a process may take, e.g. 2GiB
   stream_directory: null      # stream: where the state's files lie; null = in the run's directory

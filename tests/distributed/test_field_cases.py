@@ -137,19 +137,13 @@ def test_recompute_above_a_frozen_embedding_changes_no_bit(run: Run, backend: st
 
 @pytest.mark.parametrize("activations", ["none", "disk"])
 @pytest.mark.parametrize("backend", ["ddp", "fsdp", "zero2", "zero3"])
-def test_some_blocks_run_again_change_nothing(run: Run, backend: str, activations: str) -> None:
-    """What `recompute: auto` comes to, with another dropout mask for who draws it in the recomputed pass.
-
-    ddp has the same bits; fsdp and ZeRO-2 were seen to differ in the last one, which is not explained.
-    """
+def test_some_blocks_run_again_change_no_bit(run: Run, backend: str, activations: str) -> None:
+    """What `recompute: auto` comes to, with another dropout mask for who draws it in the recomputed pass."""
     case = Case(backend, steps=2, micro=2, dropout=0.3)
     some = replace(case, recompute="full", recompute_blocks=2, activations=activations)
     without, outcomes = run(case, 2)[0], run(some, 2)
-    assert_tensors_agree(outcomes[0].after, without.after, 1e-6)
-    assert outcomes[0].losses == pytest.approx(without.losses, rel=1e-6)
-    assert outcomes[0].norms == pytest.approx(without.norms, rel=1e-5)
-    if backend == "ddp":
-        assert_bit_equal(outcomes[0].after, without.after)
+    assert_bit_equal(outcomes[0].after, without.after)
+    assert (outcomes[0].losses, outcomes[0].norms) == (without.losses, without.norms)
     for outcome in outcomes:
         assert outcome.held_after_steps == [outcome.local_elements] * 2
 

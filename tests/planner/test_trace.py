@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -229,6 +230,16 @@ def test_two_micro_batches_give_a_third_to_the_byte(
     assert traced == sizes
     alone = Tracer(trainable(config)).timeline(batch(8), "bf16", "units", recompute)
     assert found[2] == alone
+
+
+def test_memory_that_is_kept_and_the_compilers_are_in_the_process_around_the_same_tensors() -> None:
+    predict = Predictor(trainable(LLAMA), lambda rows: row_shapes(rows, 256, packed=True), AdamW())
+    plan = Plan("ddp", 2, 4, 1, 8, "fp32")
+    plain, kept, compiled = map(predict.footprint, (plan, replace(plan, keep_freed=True), replace(plan, compile=True)))
+    assert plain.tensors == kept.tensors == compiled.tensors
+    passing = sum(plain.bytes.get(kind, 0) for kind in ("activations", "head", "temporaries"))
+    assert kept.middle - plain.middle == pytest.approx(passing / 2, abs=1)
+    assert compiled.middle - plain.middle == pytest.approx(48 * 2**20 - passing / 4, abs=1)
 
 
 def test_a_head_of_other_chunks_is_traced_anew() -> None:
